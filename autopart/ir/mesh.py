@@ -193,7 +193,7 @@ class Mesh:
 
         The first one combines all axes that ZeRO can use: `dp_cp_ep`. The next ones combine fewer axes, for parameters
         whose dims are not divisible by the size of the first one. Every name begins with `dp`, even if `dp` has size
-        1. So it differs from the names of the axes on which the solver chooses layouts.
+        1, so that no name is also the name of a single axis such as `ep`, on which layouts are chosen.
 
         Args:
             cutting: axes that shard the parameter already and cannot be used, such as `ep` for the weights of experts.

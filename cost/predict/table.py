@@ -106,7 +106,7 @@ class Table:
 
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
-        """{(part of a step, such as "forward", kernel or collective): number of runs per microbatch}."""
+        """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}."""
         often_done = Counter[tuple[str, Work]]()
         for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():

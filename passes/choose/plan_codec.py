@@ -326,9 +326,11 @@ def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     constraints: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
-    """Return the strategies on an axis, for the very trace that the plan comes from.
+    """Return the strategies of the operators on one axis, as the plan records them.
 
-    Raises PlanError for a strategy that the operator's rule does not allow, or an unknown operator.
+    The trace must be the one that the plan was made for. Raises PlanError for a strategy that the operator's rule
+    does not
+    allow, or an unknown operator.
     """
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()

@@ -1,9 +1,10 @@
 """Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
-An output dim is a sequence dim if the operator's rule gives it a factor of an input's sequence dim. Views merge and
-split factors. An output dim that the operator creates (a convolution over the sequence) is a sequence dim if an input
-has one at the same index. Some values depend on no input, such as position ids or a position table. A dim of such a
-value is a sequence dim if an operator combines it with a sequence dim of another value.
+A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a sequence
+dim if its name in the rule is that of an input's sequence dim. A view can merge the sequence with another dim, or split
+it again. A dim that an operator creates (a convolution over the sequence) is a sequence dim if an input has one at the
+same index. Position ids and position tables depend on no input. Their dims are sequence dims if an operator combines
+them with a sequence dim of another value.
 """
 
 from __future__ import annotations
