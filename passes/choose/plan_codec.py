@@ -329,8 +329,7 @@ def _read_strategies(
     """Return the strategies of the operators on one axis, as the plan records them.
 
     The trace must be the one that the plan was made for. Raises PlanError for a strategy that the operator's rule
-    does not
-    allow, or an unknown operator.
+    does not allow, or an unknown operator.
     """
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()

@@ -210,8 +210,8 @@ def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str])
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
         f"{axis} cannot shard or gather dim {dim} of {name}",
-        why=f"its {shape(node)[dim]} experts are sharded unevenly over {' and '.join(beside)} too, and an "
-        "operator other than the expert products uses them",
+        why=f"its {shape(node)[dim]} experts are sharded unevenly over {' and '.join(beside)}, and an "
+        "operator other than the experts' matrix products reads this dim",
         hint=f"remove the pins that shard them over {axis}, or use axis sizes whose product divides their number",
     )
 

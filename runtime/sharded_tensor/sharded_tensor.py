@@ -3,10 +3,8 @@
 A `ShardedTensor` is a strided tensor with the local values. So kernels, autograd, and fused and foreach optimizers run
 on it as on any tensor. Calls from Python code go through `__torch_function__`:
 
-- Shapes are those of the full tensor.
-- Elementwise functions run on the shards.
-- Reductions and random fills give the result of a single device.
-- All other functions run on the gathered tensor.
+- Shapes are those of the full tensor. Elementwise functions run on the shards.
+- Reductions and random fills give the result of a single device. All other functions run on the gathered tensor.
 
 Library code runs inside `local_values()`. There, a `ShardedTensor` behaves as a plain local tensor.
 """
