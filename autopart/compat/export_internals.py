@@ -28,16 +28,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopart.common.scoped import attributes
 
 
-def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+def trace_inside(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
     """Trace a function into a separate graph while another trace is running.
 
     `tensors`: the function's arguments, from the outer trace. Other tensors of the outer trace that the function uses
     become attributes of the graph's module.
+
+    Args:
+        decompositions: {operator: function whose operators are recorded in its place}.
     """
     popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
     try:
         with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():
-            traced = make_fx(function)(*tensors)
+            traced = make_fx(function, dict(decompositions))(*tensors)
     finally:
         for mode in reversed(popped):
             torch_overrides._push_mode(mode)

@@ -28,6 +28,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import display_name, module_path, source_of, source_text, value
 from autopart.ir.trace import Call, Trace, device_of_weights
 from autopart.tracing.autograd.autograd_functions import name_function_nodes
+from autopart.tracing.autograd.differentiable_operators import differentiable_operators
 from autopart.tracing.autograd.in_place_writes import explicit_writes
 from autopart.tracing.autograd.saved_views import saved_views
 from autopart.tracing.autograd.tensor_hooks import Rewrites
@@ -41,7 +42,7 @@ from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
 from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
 from autopart.tracing.python.assigned_buffers import again_filled, check_caches, computed
-from autopart.tracing.python.eager_semantics import ambient_autocast, traceable
+from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast, traceable
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH
 from autopart.tracing.python.python_state import check_attributes, check_draws, same_containers
 from autopart.tracing.sparse_buffers import check_layouts
@@ -249,7 +250,7 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
-    saved = saved_views() if entry.semantics.differentiates else nullcontext()
+    differentiated = _differentiated(entry.semantics) if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.semantics.skipped)
     entry.semantics.hooked.clear()
     entry.semantics.spent.clear()
@@ -258,11 +259,20 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
     traced = traceable(entry, entry.apply_function)
     stacks = short_stacks(ExportEntry.forward.__code__)
     containers = same_containers(entry.model)
-    with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved, containers:
+    with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, differentiated, containers:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)
     return program
+
+
+@contextmanager
+def _differentiated(semantics: EagerSemantics) -> Iterator[None]:
+    """Trace operators in a `with` block so that `torch.autograd.grad` can differentiate them."""
+    semantics.twice_only.clear()
+    semantics.gradients.clear()
+    with saved_views(), differentiable_operators(semantics.twice_only):
+        yield
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:

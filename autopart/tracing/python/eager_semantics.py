@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -97,6 +97,8 @@ class EagerSemantics(TorchFunctionMode):
         self.known = ConcreteConstants(tensors)
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
+        self.twice_only: dict[str, None] = {}  # operators whose third derivative is wrong in torch
+        self.gradients: list[Any] = []  # autograd nodes of gradients that the forward takes with create_graph
         self.passed: dict[str, None] = {}  # texts of value checks, for notes
         self.may_rewrite = False  # True if earlier nodes may be changed
         self.hooked: set[Any] = set()  # the memory of tensors whose gradients have a hook
@@ -204,14 +206,20 @@ class EagerSemantics(TorchFunctionMode):
         written = written_by(func, args, kwargs)
         if written:
             self.known.forget(written)
-        self.differentiates |= func is torch.autograd.grad
+        if func is Tensor.backward:
+            raise LostInTrace("forward() calls backward()", "it adds to the gradients of parameters, which a program "
+                       "computes only after the forward", "torch.autograd.grad(loss, inputs, create_graph=True)",
+                       Refusal.GRADIENT)  # fmt: skip
+        if func is torch.autograd.grad and not self.differentiates:
+            self.differentiates = self.may_rewrite = True
+            raise Rewrites
         if self.hooked and (self.differentiates or self.hooked & {memory_of(t) for t in written}):
             did = "the forward differentiates inside" if self.differentiates else f"{func.__name__} writes to it"
             raise LostInTrace(
                 "a tensor has a hook on its gradient", did, "operations in place of the hook", Refusal.HOOK
             )
-        if func is torch.autograd.grad and not _CALL_OF_GRAD.bind(*args, **kwargs).arguments.get("create_graph"):
-            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, func(*args, **kwargs))
+        if func is torch.autograd.grad:
+            return self._differentiated(*args, **kwargs)
         if torch.is_grad_enabled() and not any(t in self.data for t in written):
             return func(*args, **kwargs)
         for target in written:
@@ -224,6 +232,25 @@ class EagerSemantics(TorchFunctionMode):
                 )
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _differentiated(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Trace a call of `torch.autograd.grad`. Raises LostInTrace for a gradient that eager torch gets wrong."""
+        call = _CALL_OF_GRAD.bind(*args, **kwargs).arguments
+        if not call.get("create_graph"):
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
+                            torch.autograd.grad(*args, **kwargs))  # fmt: skip
+        if self.twice_only and _reaches(call["outputs"], call["inputs"], self.gradients):
+            names = " and ".join(self.twice_only)
+            raise LostInTrace(
+                f"the loss needs a third derivative of {names}",
+                f"the forward differentiates a gradient, and torch's own third derivative of {names} is wrong: it "
+                "treats the mean and the standard deviation as constants",
+                "the normalization written with x.mean() and x.var(), or group_norm with one group",
+                Refusal.GRADIENT,
+            )
+        gradients = torch.autograd.grad(*args, **kwargs)
+        self.gradients += [gradient.grad_fn for gradient in tensors_in(gradients) if gradient.grad_fn is not None]
+        return gradients
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
         """Return the outcome that the trace assumes for a Python branch on a tensor; None if unsupported.
@@ -259,6 +286,20 @@ class EagerSemantics(TorchFunctionMode):
         else:
             self.hooked.add(memory_of(tensor))
         return TracedHookHandle()
+
+
+def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
+    """Return True if outputs depend on the result of one of these autograd nodes, other than through `inputs`."""
+    todo = [output.grad_fn for output in tensors_in(outputs)]
+    seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
+    while todo:
+        node = todo.pop()
+        if node in wanted:
+            return True
+        after = [] if node is None else [one for one, _ in node.next_functions if one not in seen]
+        seen.update(after)
+        todo += after
+    return False
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
