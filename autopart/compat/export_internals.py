@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from traceback import FrameSummary, StackSummary
 from types import CodeType, FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopart.common.scoped import attributes
+from autopart.common.scoped import attributes, variable
 
 
 def trace_inside(
@@ -129,6 +130,9 @@ def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None
     return attributes({(higher_order, name): call})
 
 
+is_forward_mode: ContextVar[bool] = ContextVar("a forward-mode derivative of the model is traced", default=False)
+
+
 def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replace torch's functions that implement `torch.func` by `to(name, original, args, kwargs)`.
 
@@ -142,7 +146,17 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
         return lambda *args, **kwargs: to(name, original, args, kwargs)
 
     redirected = {(place, name): instead(name, getattr(place, name)) for place, name in places}
-    return attributes({**redirected, (functorch, "jacfwd"): functorch.jacrev})
+
+    def jacfwd(*args: Any, **options: Any) -> Callable[..., Any]:
+        derivative = functorch.jacrev(*args, **options)
+
+        def call(*inputs: Any) -> Any:
+            with variable(is_forward_mode, True):
+                return derivative(*inputs)
+
+        return call
+
+    return attributes({**redirected, (functorch, "jacfwd"): jacfwd})
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -253,6 +253,7 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
     differentiated = _differentiated(entry.semantics) if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.semantics.skipped)
     entry.semantics.hooked.clear()
+    entry.semantics.toggled.clear()
     entry.semantics.spent.clear()
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()

@@ -17,14 +17,16 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopart.common.scoped import variable
-from autopart.compat.export_internals import noted, trace_inside
+from autopart.compat.export_internals import is_forward_mode, noted, trace_inside
 from autopart.compat.torch_internals import GRAD_MODE, Tracing, decompositions, tree_flatten, tree_unflatten
 from autopart.errors import Refusal
 from autopart.ir.graph import name_of_target, operator_name, short_name
 from autopart.tracing.autograd.differentiable_operators import BACKWARDS, plain_attention
-from autopart.tracing.trace_errors import LostInTrace
+from autopart.tracing.trace_errors import LostInTrace, wrong_third_derivative
 
 _VMAP, _VJP = "vmap_impl", "_vjp_with_argnums"
+_REVERSE = _VJP, "grad_and_value_impl"
+_nested: ContextVar[list[str]] = ContextVar("reverse-mode transforms inside of the one that is traced")
 _DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, cast(Any, Tensor.data).__get__)
 _OWN = "of_the_model"
 _running: ContextVar[str] = ContextVar("what a transform is run for: '', 'trace', or 'look'", default="")
@@ -61,6 +63,8 @@ def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Ma
     running, tracing = _running.get(), Tracing.current()
     if running == "look" and name != _VMAP:
         raise _Differentiates
+    if running == "trace" and name in _REVERSE and not is_forward_mode.get():
+        _nested.get().append(name)
     if running or tracing is None:
         return original(*args, **kwargs)
     if name == _VJP:
@@ -103,11 +107,12 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
     leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs: list[Any] = []
+    nested: list[str] = []
 
     def run(*inputs: Tensor) -> list[Any]:
         rest = iter(inputs)
         args, kwargs = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        with variable(_running, "trace"), _Watch(), torch.enable_grad():
+        with variable(_running, "trace"), variable(_nested, nested), _Watch(), torch.enable_grad():
             outputs[:] = [original(*args, **kwargs)]
         return [leaf for leaf in tree_flatten(outputs[0])[0] if isinstance(leaf, Tensor)]
 
@@ -121,6 +126,8 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
         "and jacfwd, "
                    "and functions of tensors alone", Refusal.GRADIENT) from error  # fmt: skip
     _attach(traced.graph)
+    if nested and any(node.target in _WITH_STATISTICS for node in traced.graph.nodes):
+        raise wrong_third_derivative("layer_norm")
     values: dict[Any, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
     for node in traced.graph.nodes:
         if node.op == "get_attr":

@@ -47,7 +47,7 @@ from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.value_checks import asking_frame, check_text, passing_answer
-from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace
+from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
 
 _ASKING = frozenset(
@@ -109,6 +109,7 @@ class EagerSemantics(TorchFunctionMode):
         self.numbers_drawn = False  # whether forward takes a random number out of its tensor
         self.numbers_stay = False  # whether it gets the tensor instead
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: whose it is}
+        self.toggled = WeakIdKeyDictionary()  # {parameter that the forward froze or unfroze: `requires_grad` before}
         self.both = False  # whether both branches of a torch.cond are in the trace
 
     def __torch_function__(
@@ -200,7 +201,8 @@ class EagerSemantics(TorchFunctionMode):
             raise LostInTrace("detach_() detaches a tensor in place", "a trace loses that: values computed "
                        "from it earlier would keep their gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
         if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
-            _check_unchanged(args[0], *args[1:], **kwargs)
+            return self._toggle(func, *args, **kwargs)
+        args, kwargs = self.without_frozen(args, kwargs)
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
         written = written_by(func, args, kwargs)
@@ -240,17 +242,41 @@ class EagerSemantics(TorchFunctionMode):
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
                             torch.autograd.grad(*args, **kwargs))  # fmt: skip
         if self.twice_only and _reaches(call["outputs"], call["inputs"], self.gradients):
-            names = " and ".join(self.twice_only)
-            raise LostInTrace(
-                f"the loss needs a third derivative of {names}",
-                f"the forward differentiates a gradient, and torch's own third derivative of {names} is wrong: it "
-                "treats the mean and the standard deviation as constants",
-                "the normalization written with x.mean() and x.var(), or group_norm with one group",
-                Refusal.GRADIENT,
-            )
+            raise wrong_third_derivative(" and ".join(self.twice_only))
         gradients = torch.autograd.grad(*args, **kwargs)
         self.gradients += [gradient.grad_fn for gradient in tensors_in(gradients) if gradient.grad_fn is not None]
         return gradients
+
+    def _toggle(self, func: Callable[..., Any], parameter: nn.Parameter, requires_grad: bool = True) -> Any:
+        """Freeze or unfreeze a parameter for a part of the forward."""
+        if parameter.requires_grad != requires_grad:
+            if not self.may_rewrite:  # a cached trace of a block has the parameter in its other state
+                raise Rewrites
+            self.toggled.setdefault(parameter, parameter.requires_grad)
+        return func(parameter, requires_grad)
+
+    def without_frozen(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Replace parameters that the forward has frozen by detached views of them, in the arguments of a call."""
+        if not any(was and not parameter.requires_grad for parameter, was in self.toggled.items()):
+            return args, kwargs
+
+        def detached(leaf: Any) -> Any:
+            is_frozen = isinstance(leaf, Tensor) and self.toggled.get(leaf) and not leaf.requires_grad
+            return leaf.detach() if is_frozen else leaf
+
+        replaced: tuple[tuple, dict[str, Any]] = tree_map(detached, (args, kwargs))
+        return replaced
+
+    def check_unfrozen(self) -> None:
+        """Raise LostInTrace if a forward leaves a parameter frozen or unfrozen that was not when it began."""
+        changed = [was for parameter, was in self.toggled.items() if parameter.requires_grad != was]
+        if changed:
+            raise LostInTrace(
+                f"forward() {'freezes' if changed[0] else 'unfreezes'} a parameter and leaves it so",
+                "the next call would find the parameter in another state, and its backward too",
+                "requires_grad_() outside of forward(), or requires_grad_ back to its value before forward() returns",
+                Refusal.WRITE,
+            )
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
         """Return the outcome that the trace assumes for a Python branch on a tensor; None if unsupported.
@@ -300,17 +326,6 @@ def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
         seen.update(after)
         todo += after
     return False
-
-
-def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
-    """Raise LostInTrace if a forward changes `requires_grad` of a parameter."""
-    if parameter.requires_grad != requires_grad:
-        raise LostInTrace(
-            f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
-            "in a program, a parameter needs a gradient for the whole call or not at all",
-            "requires_grad_() outside of forward(), or weight.detach() in it",
-            Refusal.WRITE,
-        )  # fmt: skip
 
 
 def _detached(leaf: Any, written: list[Tensor]) -> Any:
