@@ -35,7 +35,6 @@ from autopart.tracing.autograd.tensor_hooks import Rewrites
 from autopart.tracing.autograd.traced_weight_updates import with_weight_updates
 from autopart.tracing.blocks.repeated_blocks import NotARepeat, RepeatedBlocks
 from autopart.tracing.call_signature import PREFIX, ExportEntry, register_dataclasses, tensor_names
-from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import ReadsFloat
 from autopart.tracing.dynamic.random_branches import random_branch_notes, with_random_branches
 from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
@@ -152,7 +151,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
             computed if entry.assigned.caches else None,
         )  # fmt: skip
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
-        with _quiet(entry.semantics.skipped), keeping_draws():
+        with _quiet(entry.semantics), keeping_draws():
             explicit_writes(program.graph)
             program = functional(program)
     except TraceError:
@@ -244,14 +243,25 @@ def _export_blocks(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
 
 def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     chances = entry.semantics.chances
-    chances.answers, chances.count = (), 0
+    chances.start()
+    chances.by_values.clear()
     program = _exported_once(entry, example)
-    return with_random_branches(program, chances, lambda: _exported_once(entry, example)) if chances.count else program
+    if not chances.count:
+        return program
+    try:
+        return with_random_branches(program, chances, lambda: _exported_once(entry, example))
+    except (ReadsFloat, Rewrites):
+        raise
+    except Exception:  # a side that raises, or sides that cannot be merged: the branch is refused where it is
+        if not chances.by_values:
+            raise
+        chances.refuses_values = True
+        return _exported(entry, example)
 
 
 def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     differentiated = _differentiated(entry.semantics) if entry.semantics.differentiates else nullcontext()
-    quiet = _quiet(entry.semantics.skipped)
+    quiet = _quiet(entry.semantics)
     entry.semantics.hooked.clear()
     entry.semantics.toggled.clear()
     entry.semantics.spent.clear()
@@ -330,7 +340,7 @@ def _from_exported(
 
 
 @contextmanager
-def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
+def _quiet(semantics: EagerSemantics) -> Iterator[None]:
     """Run torch.export in a `with` block, without its warnings and the graph that it prints when it fails.
 
     Conditions on data-dependent sizes are decided as in `many_elements`. Data-dependent branches that skip only writes
@@ -341,7 +351,7 @@ def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements(skipped.answer):
+        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements(semantics.decided_number):
             warnings.simplefilter("ignore", FutureWarning)
             yield
         sys.stderr.write(dumped.getvalue())

@@ -46,7 +46,7 @@ from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
-from autopart.tracing.python.value_checks import asking_frame, check_text, passing_answer
+from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
 
@@ -205,6 +205,8 @@ class EagerSemantics(TorchFunctionMode):
         args, kwargs = self.without_frozen(args, kwargs)
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
+        if func is torch.tensor and self.chances.by_values and type(args[0]) in (bool, int, float):
+            func, args = torch.full, ((), *args)  # a constant of one side of a branch is no input of the graph
         written = written_by(func, args, kwargs)
         if written:
             self.known.forget(written)
@@ -285,11 +287,28 @@ class EagerSemantics(TorchFunctionMode):
         """
         answer = self.chances.answer(condition)
         if answer is None:
-            return self.skipped.answer(asking_frame(frame), lambda: condition)
+            skipped = self.skipped.answer(asking_frame(frame), lambda: condition)
+            return self.by_values(asking_frame(frame), lambda: condition) if skipped is None else skipped
         if not self.may_rewrite:
             raise Rewrites
         self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
         return answer
+
+    def decided_number(self, frame: FrameType, truth: Callable[[], Tensor]) -> bool | None:
+        """Return the outcome that the trace assumes for a comparison of numbers; None if unsupported."""
+        skipped = self.skipped.answer(frame, truth)
+        return self.by_values(frame, truth) if skipped is None else skipped
+
+    def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
+        """Return the outcome for a condition on values, both sides of which are computed; None if unsupported."""
+        operand = operand_of(frame)
+        if self.chances.refuses_values or operand is False or Tracing.current() is None:
+            return None
+        if passing_answer(Tensor.__bool__, [truth()], frame) is not None:  # a check, whose other side raises
+            return None
+        if not self.may_rewrite:
+            raise Rewrites
+        return self.chances.answer_values(truth(), operand, check_text(frame, NOT_THE_USERS))
 
     def _is_drawn(self, number: Tensor) -> bool:
         tracing = Tracing.current()
