@@ -163,8 +163,8 @@ def _of_kernel(
         windows = windows.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
         windows = windows.narrow(dim, 0, grad.shape[dim])
     channels, outputs = (t.unflatten(1, (groups, t.shape[1] // groups)) for t in (windows, grad))
-    places, inside = "xyz"[: len(kernel)], "uvw"[: len(kernel)]
-    product = torch.einsum(f"ngc{places}{inside},ngo{places}->goc{inside}", channels, outputs)
+    outer, inside = "xyz"[: len(kernel)], "uvw"[: len(kernel)]
+    product = torch.einsum(f"ngc{outer}{inside},ngo{outer}->goc{inside}", channels, outputs)
     return product.flatten(0, 1)
 
 

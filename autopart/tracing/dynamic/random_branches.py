@@ -245,58 +245,103 @@ def _built(
     taken = {s.number: answers is None or answers[s.number] == most for s in sides}
     left_out = {node for side in sides if not taken[side.number] for node in side.here}
     sides_of = {node: side for side in sides if side.number in guarded for node in side.here}
-    guards: dict[tuple[int, bool, fx.Node], fx.Node] = {}
-
-    def guard(side: _Side, is_here: bool, source: fx.Node) -> fx.Node:
-        """Return an input of a side; its gradient is zero if the other side is selected."""
-        if side.number not in guarded or not _has_gradient(source):
-            return source
-        key = side.number, is_here, source
-        if key not in guards:
-            condition = now[decided[side.number].args[0]]
-            alone = built.call_function(torch.ops.aten.detach.default, (source,))
-            pair = (source, alone) if is_here == most else (alone, source)
-            guards[key] = built.call_function(torch.ops.aten.where.self, (condition, *pair))
-            for new in (alone, guards[key]):
-                new.meta = {**condition.meta, "val": value(source)}
-        return guards[key]
-
+    guards = _Guards(built, guarded, most)
     ends: dict[fx.Node, list[_Side]] = {}
     for side in sides:
         ends.setdefault(side.after, []).append(side)
     for node in graph.nodes:
         for side in ends.get(node, ()):
-            condition = decided[side.number]
             if answers is not None and taken[side.number]:
                 continue
+            condition = now[decided[side.number].args[0]]
             of_side: dict[fx.Node, fx.Node] = {}
             for other in side.there:
-                reads = {n: of_side.get(n) or guard(side, False, now[side.known[n]]) for n in other.all_input_nodes}
+                reads = {
+                    n: of_side.get(n) or guards.of(side, False, now[side.known[n]], condition)
+                    for n in other.all_input_nodes
+                }
                 of_side[other] = built.node_copy(other, reads.__getitem__)
             new = {a: of_side.get(b) or now[b] for a, b in side.instead.items()}
-            if answers is None:
-                for a, other in new.items():
-                    mine = now[a]
-                    if side.number in guarded:
-                        chosen = now[condition.args[0]]
-                        if a not in side.here and not _carries(mine, other):
-                            mine = _gated(built, mine, chosen, most)
-                        elif a in side.here and other not in of_side.values() and not _carries(other, mine):
-                            other = _gated(built, other, chosen, not most)
-                    pair = (mine, other) if most else (other, mine)
-                    new[a] = built.call_function(torch.ops.aten.where.self, (now[condition.args[0]], *pair))
-                    new[a].meta = {**condition.args[0].meta, "val": value(a)}
+            for a, other in new.items() if answers is None else ():
+                own, other = guards.replaced(side, a in side.here, now[a], other, condition)
+                pair = (own, other) if most else (other, own)
+                new[a] = built.call_function(torch.ops.aten.where.self, (condition, *pair))
+                new[a].meta = {**condition.meta, "val": value(a)}
             now |= new
         if node in left_out or (answers is None and node.target is _DECIDED):
             continue
-        if node in sides_of:
-            side = sides_of[node]
-            own = {*side.here}
-            reads = {n: now[n] if n in own else guard(side, True, now[n]) for n in node.all_input_nodes}
-            now[node] = built.node_copy(node, reads.__getitem__)
-        else:
-            now[node] = built.node_copy(node, now.__getitem__)
+        reads = {n: now[n] for n in node.all_input_nodes}
+        if (side := sides_of.get(node)) is not None:
+            condition = now[decided[side.number].args[0]]
+            reads = {n: v if n in side.here else guards.of(side, True, v, condition) for n, v in reads.items()}
+        now[node] = built.node_copy(node, reads.__getitem__)
     return built
+
+
+class _Guards:
+    """Inputs of the sides of branches on values, with a gradient of zero if the other side is selected.
+
+    Args:
+        graph: the graph with both sides of every branch, which is being built.
+        guarded: numbers of the branches on values.
+        most: truth value of every condition in the full trace.
+    """
+
+    def __init__(self, graph: fx.Graph, guarded: Collection[int], most: bool) -> None:
+        self.graph, self.guarded, self.most = graph, guarded, most
+        self.made: dict[tuple[int, bool, fx.Node], fx.Node] = {}
+        self.has_second = False
+
+    def of(self, side: _Side, is_here: bool, source: fx.Node, condition: fx.Node) -> fx.Node:
+        """Return an input of a side. `is_here`: it is the side that the full trace has."""
+        if side.number not in self.guarded or not _has_gradient(source):
+            return source
+        key = side.number, is_here, source
+        if key not in self.made:
+            self.made[key] = self._selected(source, condition, is_here == self.most)
+        return self.made[key]
+
+    def _selected(self, source: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
+        alone = self.graph.call_function(torch.ops.aten.detach.default, (source,))
+        pair = (source, alone) if side else (alone, source)
+        selected = self.graph.call_function(torch.ops.aten.where.self, (condition, *pair))
+        for new in (alone, selected):
+            new.meta = {**condition.meta, "val": value(source)}
+        return selected
+
+    def replaced(
+        self, side: _Side, is_inside: bool, own: fx.Node, other: fx.Node, condition: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """Return the values of both sides. A value that a side passes on unchanged can be computed a second time.
+
+        Args:
+            is_inside: the full trace computes `own` inside of the branch.
+        """
+        if side.number in self.guarded and not is_inside and not _carries(own, other):
+            own = self._second(own, condition, self.most)
+        elif side.number in self.guarded and is_inside and not _carries(other, own):
+            other = self._second(other, condition, not self.most)
+        return own, other
+
+    def _second(self, node: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
+        """Compute a value a second time, with guards at the inputs of the graph.
+
+        The branch replaces the value by one that does not depend on it. The value's own derivative may be infinite or
+        NaN then, and the condition is known only after the value was computed.
+        """
+        again: dict[fx.Node, fx.Node] = {}
+        before = ancestors_of([node])
+        for one in [one for one in self.graph.nodes if one in before]:
+            if one.op == "placeholder" and _has_gradient(one):
+                again[one] = self._selected(one, condition, side)
+            elif any(source in again for source in one.all_input_nodes):
+                if draws_random_numbers(one) or writes(one):
+                    raise _lost("a value that a branch replaces is computed with random numbers or in-place writes")
+                again[one] = self.graph.node_copy(one, lambda source: again.get(source, source))
+        if again and self.has_second:
+            raise _lost("two branches replace a value by one that does not depend on it")
+        self.has_second |= bool(again)
+        return again.get(node, node)
 
 
 def _carries(source: fx.Node, node: fx.Node) -> bool:
@@ -309,37 +354,12 @@ def _carries(source: fx.Node, node: fx.Node) -> bool:
         if reached is source:
             return True
         stops = not _has_gradient(reached) or _WITHOUT_GRADIENT.search(str(reached.target)) is not None
-        before = [] if stops else reached.all_input_nodes
-        todo += [one for one in before if one not in seen]
+        before = [one for one in reached.all_input_nodes if not stops and one not in seen]
+        todo += before
         seen.update(before)
     return False
 
 
-def _gated(graph: fx.Graph, node: fx.Node, chosen: fx.Node, side: bool) -> fx.Node:
-    """Compute a value again; its gradient is zero at the inputs of the graph unless the condition is `side`.
-
-    The branch replaces the value by one that does not depend on it. The value's own derivative may be infinite or NaN
-    then, and the condition is known only after the value was computed.
-    """
-    if any(_GATED in one.meta for one in graph.nodes):
-        raise _lost("two branches replace a value by one that does not depend on it")
-    again: dict[fx.Node, fx.Node] = {}
-    before = ancestors_of([node])
-    for one in [one for one in graph.nodes if one in before]:
-        if one.op == "placeholder" and _has_gradient(one):
-            alone = graph.call_function(torch.ops.aten.detach.default, (one,))
-            pair = (one, alone) if side else (alone, one)
-            again[one] = graph.call_function(torch.ops.aten.where.self, (chosen, *pair))
-            for new in (alone, again[one]):
-                new.meta = {**chosen.meta, "val": value(one), _GATED: True}
-        elif any(source in again for source in one.all_input_nodes):
-            if draws_random_numbers(one) or writes(one):
-                raise _lost("a value that a branch replaces is computed with random numbers or in-place writes")
-            again[one] = graph.node_copy(one, lambda source: again.get(source, source))
-    return again.get(node, node)
-
-
-_GATED = "gated"
 _WITHOUT_GRADIENT = re.compile(r"^aten\.(detach|new_\w+|\w+_like)\.")
 """Operators whose results carry no gradient to their inputs."""
 
