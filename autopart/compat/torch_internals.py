@@ -269,7 +269,7 @@ def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
 
 
 def argument_of(func: Any, args: tuple, kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return an argument of a call of an operator by its name in the schema; None if the call does not pass it."""
+    """Return an operator call's argument by its name in the schema; None if it is not passed."""
     names = [argument.name for argument in func._schema.arguments]
     return dict(zip(names, args, strict=False)).get(name, kwargs.get(name))
 

@@ -54,7 +54,7 @@ class Trace:
     `written`: names of the buffers that are frozen parameters of the model. `weight_updates`: how the forward changes
     trained parameters before the graph runs. `precision`: the mixed precision that the graph was traced in. Parameters
     are cast to it when they are read; `parameters` has them as they are stored.
-    `has_random_branches`: True if random numbers decide which branches run (stochastic depth).
+    `has_random_branches`: True if random numbers or values decide which branches run.
     `folds`: deduplicated blocks. One block of the graph, and of `parameters`, represents several (`ir/blocks/`).
     `whole`: the trace before deduplication, with all blocks.
     """

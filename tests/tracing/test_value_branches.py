@@ -134,7 +134,13 @@ def shorter(h: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(h, y)
 
 
-@pytest.mark.parametrize("guard", [nested, dropped, shorter], ids=lambda guard: guard.__name__)
+def repeated(h: Tensor, y: Tensor) -> Tensor:
+    while not h.norm() < 1:
+        h = h / 2
+    return F.mse_loss(h, y)
+
+
+@pytest.mark.parametrize("guard", [nested, dropped, shorter, repeated], ids=lambda guard: guard.__name__)
 def test_what_cannot_be_selected_is_refused(guard):
     with pytest.raises(TraceError, match="this line decides what to run by the values in a tensor") as error:
         autopart.plan(Guarded(guard), "tp2", example_args=(torch.randn(4, 8), torch.randn(4, 8)))

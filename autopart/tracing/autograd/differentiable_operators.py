@@ -40,7 +40,7 @@ def differentiable_operators(twice_only: dict[str, None]) -> AbstractContextMana
 
 
 def _form(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the function that computes an operator in a differentiable form; None to record the operator itself."""
+    """Return the differentiable form of an operator; None to record the operator itself."""
     if func in BACKWARDS:
         return BACKWARDS[func]
     leaves = tree_flatten((args, dict(kwargs)))[0]
@@ -137,7 +137,7 @@ def _convolution_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     wanted: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the gradients of a convolution as convolutions, and as a product with the windows that it reads."""
+    """Compute the gradients of a convolution by convolutions and a product with its windows."""
     geometry = stride, padding, dilation
     of_source = of_weight = of_bias = None
     if wanted[0] and transposed:

@@ -37,6 +37,8 @@ _DEFINED.define("decided(Tensor condition) -> Tensor")
 _DEFINED.impl("decided", torch.clone, "CompositeExplicitAutograd")
 _DECIDED = torch.ops.autopart_chance.decided.default
 keep_calls(_DECIDED)
+_MOST = 64
+"""Maximum number of branches of a forward. Each is one more trace."""
 _INEXACT = "a branch on a random number can skip this random operator"
 
 
@@ -58,6 +60,11 @@ class RandomBranches:
         """True if the branches on values of this forward cannot be merged."""
         self.operands: list[Tensor] = []
         """Conditions that were evaluated before the current one in an `and` or `or`."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if a forward has as many branches as can be merged: a loop until a condition has no end."""
+        return self.count >= _MOST
 
     def start(self, answers: Sequence[bool] = ()) -> None:
         """Begin a trace with these outcomes."""
@@ -312,7 +319,9 @@ class _Guards:
     def replaced(
         self, side: _Side, is_inside: bool, own: fx.Node, other: fx.Node, condition: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
-        """Return the values of both sides. A value that a side passes on unchanged can be computed a second time.
+        """Return the values of both sides.
+
+        A value that a side passes on unchanged can be computed a second time.
 
         Args:
             is_inside: the full trace computes `own` inside of the branch.

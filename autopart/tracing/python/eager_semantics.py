@@ -238,7 +238,7 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _differentiated(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Trace a call of `torch.autograd.grad`. Raises LostInTrace for a gradient that eager torch gets wrong."""
+        """Trace `torch.autograd.grad`. Raises LostInTrace for a gradient that eager torch gets wrong."""
         call = _CALL_OF_GRAD.bind(*args, **kwargs).arguments
         if not call.get("create_graph"):
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
@@ -258,7 +258,7 @@ class EagerSemantics(TorchFunctionMode):
         return func(parameter, requires_grad)
 
     def without_frozen(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Replace parameters that the forward has frozen by detached views of them, in the arguments of a call."""
+        """Detach the parameters that the forward has frozen, in the arguments of a call."""
         if not any(was and not parameter.requires_grad for parameter, was in self.toggled.items()):
             return args, kwargs
 
@@ -270,7 +270,7 @@ class EagerSemantics(TorchFunctionMode):
         return replaced
 
     def check_unfrozen(self) -> None:
-        """Raise LostInTrace if a forward leaves a parameter frozen or unfrozen that was not when it began."""
+        """Raise LostInTrace if a forward leaves `requires_grad` of a parameter changed."""
         changed = [was for parameter, was in self.toggled.items() if parameter.requires_grad != was]
         if changed:
             raise LostInTrace(
@@ -300,9 +300,10 @@ class EagerSemantics(TorchFunctionMode):
         return self.by_values(frame, truth) if skipped is None else skipped
 
     def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the outcome for a condition on values, both sides of which are computed; None if unsupported."""
+        """Return the outcome for a condition on values; None if its sides cannot both be computed."""
         operand = operand_of(frame)
-        if self.chances.refuses_values or operand is False or Tracing.current() is None:
+        chances = self.chances
+        if chances.refuses_values or chances.is_full or operand is False or Tracing.current() is None:
             return None
         if passing_answer(Tensor.__bool__, [truth()], frame) is not None:  # a check, whose other side raises
             return None
@@ -334,7 +335,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
-    """Return True if outputs depend on the result of one of these autograd nodes, other than through `inputs`."""
+    """Return True if outputs depend on one of these autograd nodes other than through `inputs`."""
     todo = [output.grad_fn for output in tensors_in(outputs)]
     seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
     while todo:
