@@ -1,8 +1,8 @@
 """Options shared by `parallelize`, `plan`, `verify`, `search` and the command line, in one table.
 
 To add an option, add a row to `Options`, and its type to the TypedDict of the functions that take it. Signatures,
-docstrings, the error for an unknown option, the check of a given plan and the command line are generated from these.
-This file does not import torch, so that `--help` is quick.
+docstrings, the error for an unknown option, the check of a given plan and the command line are generated from `Options`
+and the TypedDicts. This file does not import torch, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class RunOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its default, its help text, and the function that reads its value.
+    """One option: its default, its help text, and the function that converts its value.
 
     Args:
-        unset: text that describes the default in the help, if the value itself does not.
-        form: type or metavar on the command line.
+        unset: text for the default in the help, if the default is a value such as None that explains nothing.
+        form: click type of the option, or metavar in the help, such as `FILE`.
         read: converts a user's value to the value in `Options`; raises OptionError.
         in_plan: attribute of a Plan that holds the option's value.
     """

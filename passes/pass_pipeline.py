@@ -82,8 +82,10 @@ class Pass:
         options = _read_options(rest)
         if options is None or any(kinds.get(option) is not type(value) for option, value in options.items()):
             taken = ", ".join(f"{option}: {kind.__name__}" for option, kind in kinds.items()) or "none"
-            raise OptionError(f"'{text}' is not a pass", why=f"the options of {name} are {taken}",
-                              hint=f"{name}, or {name}{{option=value}}")  # fmt: skip
+            raise OptionError(
+                f"'{text}' is not a valid pass", why=f"the options of {name} are {taken}",
+                hint=f"{name}, or {name}{{option=value}}",
+            )  # fmt: skip
         return replace(known[name], options=tuple(options.items()))
 
 
@@ -141,7 +143,7 @@ def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[
 
 
 class Driven(Protocol):
-    """Protocol of what a pass runs on: a trace, or an object with a trace's graph."""
+    """Protocol of the object that a driven function gets: a trace, or another object with a graph."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -207,12 +209,13 @@ def _failed(called: Pass, of: str, error: Exception) -> PassError:
     """Return the PassError for an exception in a pass. It names the node that the pass was working on."""
     node = _node_of(error)
     at = f" at '{node.name}'" if node is not None else ""
-    described = AutopartError(
-        f"pass {_said(called, of)} failed{at}", why=f"{type(error).__name__}: {error}",
+    pass_failure = AutopartError(
+        f"pass {_said(called, of)} failed{at}",
+        why=f"{type(error).__name__}: {error}",
         where=(source_text(node) or module_path(node)) if node is not None else "",
-        hint="this is a fault of autopart: report it with the model, and with what AUTOPART_DUMP=folder writes",
-    )  # fmt: skip
-    return PassError(str(described))
+        hint="this is a fault of autopart: report it with the model and the dump (AUTOPART_DUMP=folder)",
+    )
+    return PassError(str(pass_failure))
 
 
 def _said(called: Pass, of: str) -> str:
@@ -233,7 +236,7 @@ def _node_of(error: Exception) -> fx.Node | None:
 
 
 def _check_order(graph: fx.Graph) -> None:
-    """Raise RuntimeError if a node uses a node that is after it in the graph, or that was erased."""
+    """Raise RuntimeError if a node uses a later node or an erased node."""
     earlier: set[fx.Node] = set()
     for node in graph.nodes:
         if not earlier.issuperset(node.all_input_nodes):
@@ -243,7 +246,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove unused calls, except random operators: removing one would change the numbers of later ones."""
+    """Remove unused calls, except random operators, whose removal would change later random numbers."""
     for node in reversed(graph.nodes):
         if node.users or node.op in ("placeholder", "output"):
             continue

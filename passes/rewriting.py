@@ -33,7 +33,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
     """
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
     leaves, spec = tree_flatten((fake_args, fake_kwargs))
-    key = (target, str(spec), *map(told, leaves))
+    key = (target, str(spec), *map(argument_key, leaves))
     results = same_calls.get({})
     if key not in results:
         with fake_mode(near):
@@ -41,7 +41,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
     return results[key]
 
 
-def told(leaf: Any) -> tuple:
+def argument_key(leaf: Any) -> tuple:
     """Return a cache key of an argument. Arguments with equal keys give results with equal metadata."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(leaf)
@@ -50,18 +50,21 @@ def told(leaf: Any) -> tuple:
 
 
 def fake_mode(near: list[fx.Node]) -> Any:
-    """Return a context manager under which calls compute on fake tensors, as the values of `near` are."""
+    """Return a context manager in which operators compute on fake tensors: the fake mode of `near`.
+
+    If the values of `near` have no fake mode, it is their device (meta).
+    """
     values = [v for n in near for v in (value(n) if isinstance(value(n), (tuple, list)) else [value(n)])]
     values = [v for v in values if isinstance(v, torch.Tensor)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
     return mode if mode is not None else values[0].device if values else torch.device("meta")
 
 
-def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
+def name_replacement_calls(node: fx.Node, before: fx.Node, name: str) -> None:
     """Name the calls that replace `node`: those between `before` and `node` in the graph.
 
-    The first call gets the name of `node`, all others get `name`. So a stage boundary at `node` is also found in a
-    trace without random operators (eval mode), in which `node` is not replaced.
+    The first call gets the name of `node`, all others get `name`. Without random operators (eval mode), a trace
+    contains `node` itself, so a stage boundary at that name is found in both traces.
     """
     call, first = before.next, True
     while call is not node:

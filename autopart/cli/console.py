@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 WIDTH = 80
 """Width of help and of errors, in columns."""
 
-LABELS = ("  why    ", "  where  ", "  try    ", "  whole  ", "  note   ")
+LABELS = ("  why    ", "  where  ", "  try    ", "  full   ", "  note   ")
 """Prefixes of lines whose continuation is aligned with their text."""
 
 MISTAKE = 2
@@ -71,11 +71,11 @@ def _wrapped_line(line: str, width: int) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def told(command: Command) -> Command:
-    """Decorate a command: print the phases of long work, and print errors as text, with exit code 2.
+def reports_errors(command: Command) -> Command:
+    """Decorate a command: show the progress of long work, and print errors as text, with exit code 2.
 
-    With several ranks, the first one prints an error. Another rank prints an error only if the process still runs some
-    seconds later. Then only that rank has the error, or no launcher stops the remaining processes.
+    With several ranks, only rank 0 prints an error at once, because the other ranks usually have an equal error.
+    Another rank waits some seconds, and prints its error if no launcher has stopped it by then.
     """
 
     @wraps(command)

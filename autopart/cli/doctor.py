@@ -25,7 +25,7 @@ from autopart.ir.trace import Trace
 from autopart.options import Options
 from autopart.passes.choose.explain.unsharded_operators import divided
 from autopart.passes.choose.plan_codec import decode
-from autopart.plans.headlines import whole_rows, whole_text
+from autopart.plans.headlines import replicated_operator_text, replicated_operators
 from autopart.recipe.make_plan import make_plan, prepare
 from autopart.tracing.trace_model import WithLoss, bind_call, flatten_call
 
@@ -36,7 +36,7 @@ MOST_UNSHARDED, MOST_NOTES = 4, 2
 """Maximum number of lines per mesh for kinds of replicated operators, and for notes."""
 
 NEGLIGIBLE = 0.005
-"""Shares of the matrix work below this are not mentioned."""
+"""Fractions of the matrix FLOPs below this are not mentioned."""
 
 GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
 """Suffix of a suggested rule."""
@@ -51,10 +51,13 @@ def versions() -> dict[str, str]:
 class Outcome:
     """Result of planning a model for one mesh.
 
-    `refused`: the error as text; "" if there is a plan, which the remaining fields describe. `divided`: {axis: fraction
-    of the matrix FLOPs that the axis shards}. `heaviest_stage`: fraction of all FLOPs on the most loaded stage.
-    `whole`: kinds of replicated operators, largest first, with their fraction of the matrix FLOPs. `change`: a change
-    that would shard the largest kind.
+    Attributes:
+        refused: the error as text. "" if there is a plan; the next attributes then describe this plan.
+        divided: {axis: fraction of the matrix FLOPs that the axis shards}.
+        heaviest_stage: fraction of all FLOPs on the most loaded stage.
+        whole: kinds of replicated operators, each with its fraction of the matrix FLOPs; largest first.
+        change: a change that would shard the largest kind of replicated operators; "" if none is known.
+        notes: the plan's notes.
     """
 
     mesh: str
@@ -73,19 +76,19 @@ class Outcome:
         if self.refused:
             yield f"{self.mesh} is refused: {self.refused}"
             return
-        shares = [f"{axis} divides {100 * share:.3g} %" for axis, share in self.divided.items()]
-        counted = "" if all(row["share"] for row in self.whole) else " that is counted"
-        parts = [f"{' and '.join(shares)} of the matrix work{counted}"] if shares else []
+        shares = [f"{axis} shards {100 * share:.3g} %" for axis, share in self.divided.items()]
+        known = "" if all(row["share"] for row in self.whole) else "known "
+        parts = [f"{' and '.join(shares)} of the {known}matrix FLOPs"] if shares else []
         if self.num_stages > 1:
-            parts.append(f"the heaviest of {self.num_stages} stages has {100 * self.heaviest_stage:.3g} % of the work")
+            parts.append(f"the largest of {self.num_stages} stages has {100 * self.heaviest_stage:.3g} % of the FLOPs")
         number = sum(row["count"] for row in self.whole)
         if number:
-            parts.append(f"{number} operator{'s run' if number > 1 else ' runs'} whole")
-        yield f"{self.mesh} works: {', '.join(parts) or 'there is no matrix work'}"
-        yield from (f"  whole  {whole_text(row)}" for row in self.whole[:MOST_UNSHARDED])
+            parts.append(f"{number} operator{'s run' if number > 1 else ' runs'} in full")
+        yield f"{self.mesh} works: {', '.join(parts) or 'the model has no matrix products'}"
+        yield from (f"  full   {replicated_operator_text(row)}" for row in self.whole[:MOST_UNSHARDED])
         rest = self.whole[MOST_UNSHARDED:]
         if rest:
-            yield f"  whole  {sum(row['count'] for row in rest)} more, of {len(rest)} kinds: see autopart explain"
+            yield f"  full   {sum(row['count'] for row in rest)} more, of {len(rest)} kinds: see autopart explain"
         if self.change:
             yield f"  try    {self.change}{GUESSED * self.change.startswith('autopart.rule')}"
         yield from _note_lines(self.notes)
@@ -95,8 +98,11 @@ class Outcome:
 class Diagnosis:
     """Result of `doctor`. Print it.
 
-    `refused`: the error if the model cannot be traced; then no mesh was tried. `num_operators`, `matrix_flops`: of the
-    traced forward on the global batch. `ok`: True if neither trace nor plans failed.
+    Attributes:
+        mode: "train" or "eval".
+        refused: the error if the model cannot be traced; then no mesh was tried.
+        num_operators, matrix_flops: of the traced forward on the global batch.
+        ok: True if the model was traced and planned on every mesh.
     """
 
     model: str
@@ -124,7 +130,7 @@ class Diagnosis:
             verdict = [f"it is refused: {self.refused}"]
         else:
             operators = f"{self.num_operators} operator{'s' * (self.num_operators != 1)}"
-            verdict = [f"it is traced: {operators}, {quantity(self.matrix_flops, 'FLOP')} of matrix work"]
+            verdict = [f"it can be traced: {operators}, {quantity(self.matrix_flops, 'FLOP')} in matrix products"]
             verdict += _note_lines(self.notes)
         last = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = ["\n".join(head), "\n".join(verdict), "\n".join(map(str, self.meshes)), last]
@@ -135,7 +141,7 @@ def doctor(
     model: nn.Module, mesh: Any = None, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
 ) -> Diagnosis:  # fmt: skip
-    """Diagnose a model: whether it can be traced, and what is sharded, replicated or refused, and why.
+    """Report if a model can be traced, which operators each mesh shards or replicates, and why.
 
     Nothing is run; `verify` runs the plan and proves that it is right.
 
@@ -175,15 +181,15 @@ def _outcome(model: nn.Module, trace: Trace, flops: int, mesh: Mesh) -> Outcome:
     except AutopartError as error:
         return Outcome(str(mesh), str(error))
     loads = [stage["flops"] for stage in plan.stages]
-    rows = whole_rows(plan, flops)
+    rows = replicated_operators(plan, flops)
     shares = divided(trace, decode(trace, plan, mesh))
     notes = [note for note in plan.notes if note not in trace.notes]
     listed = sum(row["share"] for row in rows)
     for axis in mesh.along("rows"):
         rest = 1 - listed - shares.get(axis, 1.0)
         if rest >= NEGLIGIBLE:
-            notes.insert(0, f"{100 * rest:.3g} % of the matrix work is not over rows that {axis} can cut: it is of "
-                         "weights alone, or takes all rows")  # fmt: skip
+            notes.insert(0, f"{100 * rest:.3g} % of the matrix FLOPs cannot be sharded over {axis}: these products use "
+                         "weights alone, or need the full batch")  # fmt: skip
     return Outcome(
         str(mesh),
         divided={axis: round(share, 6) for axis, share in shares.items()},

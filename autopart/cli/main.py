@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from autopart import __version__
-from autopart.cli.console import JSON, WIDTH, rank, tell, told
-from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, Asked, facts, shared, training_of
+from autopart.cli.console import JSON, WIDTH, rank, reports_errors, tell
+from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, CommandOptions, facts, shared, training_of
 from autopart.common.extras import load_extra
-from autopart.common.files import check_place
+from autopart.common.files import check_writable
 from autopart.common.progress import phase
 from autopart.errors import OptionError, PlanError
 from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
@@ -49,7 +49,7 @@ def _print_schema(context: click.Context, _option: click.Parameter, asked: bool)
     help="Print the JSON Schema of plans.",
 )  # fmt: skip
 @JSON
-@told
+@reports_errors
 def plan(output: str | None, as_json: bool, **options: Any) -> None:
     """Choose the placement of a model on a mesh; needs no devices and no process group.
 
@@ -58,8 +58,8 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
       autopart plan --hf-config llama-8b --mesh pp4,tp8 -o plan.json
     """
     if output is not None:
-        check_place(Path(output), PlanError, WRITABLE)
-    new_plan = Asked(options).plan()
+        check_writable(Path(output), PlanError, WRITABLE)
+    new_plan = CommandOptions(options).plan()
     if output is None:
         click.echo(new_plan.to_json(), nl=False)
         return
@@ -75,7 +75,7 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
 @MESH
 @shared(PlanOptions)
 @JSON
-@told
+@reports_errors
 def explain(path: str | None, as_json: bool, **options: Any) -> None:
     """Print a plan as one table, then its balance and cost.
 
@@ -85,8 +85,8 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
       autopart explain --hf-config gpt2 --mesh tp2
     """
     if path is not None and (options["model"] or options["hf_config"]):
-        raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
-    shown_plan = Plan.load(path) if path is not None else Asked(options).plan()
+        raise OptionError("explain takes a plan or a model, not both", hint=f"autopart explain {path}")
+    shown_plan = Plan.load(path) if path is not None else CommandOptions(options).plan()
     tell(as_json, facts(shown_plan), shown_plan.explain().rstrip("\n"))
 
 
@@ -100,7 +100,7 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
               "powersgd:4 or local:16. Repeat the option for several.")  # fmt: skip
 @click.option("--output", "-o", metavar="PATH", help="File to write the best plan to.")
 @JSON
-@told
+@reports_errors
 def search(
     devices: int, count: int, dp_sync: tuple[str, ...], output: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
@@ -111,10 +111,10 @@ def search(
       autopart search --hf-config llama-8b --batch 512 --devices 64 -o plan.json
     """
     if output is not None:
-        check_place(Path(output), PlanError, WRITABLE)
-    asked = Asked(options)
-    planning = asked.planning(SearchOptions)
-    source = asked.source(meta=options["model"] is None)
+        check_writable(Path(output), PlanError, WRITABLE)
+    given = CommandOptions(options)
+    planning = given.planning(SearchOptions)
+    source = given.source(meta=options["model"] is None)
     from autopart.tuning.search import search as search_plans
 
     plans = search_plans(source.model, devices, example_kwargs=source.example, count=count, dp_sync=dp_sync, **planning)
@@ -133,7 +133,7 @@ def search(
     "--output", "-o", metavar="PATH", default="plan.html", show_default=True, help="File to write the page to."
 )
 @JSON
-@told
+@reports_errors
 def report(path: str, output: str, as_json: bool) -> None:
     """Write a plan as one page of HTML: the predicted step, its timeline and memory, layouts, notes.
 
@@ -148,7 +148,7 @@ def report(path: str, output: str, as_json: bool) -> None:
 @main.command()
 @click.argument("path", metavar="PLAN.JSON")
 @JSON
-@told
+@reports_errors
 def simulate(path: str, as_json: bool) -> None:
     """Predict a training step of a plan on its hardware: time, bubble, memory, collectives.
 
@@ -167,7 +167,7 @@ def simulate(path: str, as_json: bool) -> None:
 @click.argument("first", metavar="A.JSON")
 @click.argument("second", metavar="B.JSON")
 @JSON
-@told
+@reports_errors
 def diff(first: str, second: str, as_json: bool) -> None:
     """Compare two plans: mesh, schedule, layouts, stages, collectives, cost; exit code 1 if they differ.
 
@@ -207,7 +207,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
     help="fast: without dropout, for models whose random numbers cannot be repeated.",
 )  # fmt: skip
 @JSON
-@told
+@reports_errors
 def verify(
     tolerance: float, shrink: bool, scaled: bool | None, rng: Any, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
@@ -222,11 +222,11 @@ def verify(
       autopart verify --hf-config llama-8b --mesh tp2 --steps 3 --max-norm 1.0
     """
     training = training_of(options)
-    asked = Asked({**options, "dtype": options["dtype"] or "float32"})
-    chosen, planning = asked.given_plan(), asked.planning()
-    mesh = asked.mesh(chosen)
+    given = CommandOptions({**options, "dtype": options["dtype"] or "float32"})
+    chosen, planning = given.given_plan(), given.planning()
+    mesh = given.mesh(chosen)
     is_config = options["model"] is None
-    source = asked.source(meta=is_config, short=True)
+    source = given.source(meta=is_config, short=True)
     from autopart.api import plan as make_plan
     from autopart.proof.verify import can_verify_at_full_size
     from autopart.proof.verify import verify as verify_model
@@ -235,7 +235,7 @@ def verify(
         phase("planning")
         chosen = make_plan(source.model, mesh, example_kwargs=source.example, **planning)
     if is_config and options["meta"] is None and not scaled and can_verify_at_full_size(source, mesh, training, scaled):
-        source = asked.source(meta=False, short=True, again=True)
+        source = given.source(meta=False, short=True, note_printed=True)
     result = verify_model(
         source.model,
         mesh,
@@ -267,7 +267,7 @@ def verify(
     help="Also train the plain model and compare losses. Both run in eval mode, so without dropout.",
 )
 @JSON
-@told
+@reports_errors
 def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **options: Any) -> None:
     """Partition a model and train it for some steps; rank 0 prints the loss of each.
 
@@ -280,17 +280,16 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
       torchrun --nproc-per-node 4 -m autopart run --hf-config folder/config.json \\
         --mesh pp2,tp2 --weights folder
     """
-    asked = Asked(options)
-    chosen = asked.given_plan()
-    mesh = asked.mesh(chosen)
-    planning = asked.planning(RunOptions)
+    given = CommandOptions(options)
+    chosen = given.given_plan()
+    mesh = given.mesh(chosen)
+    planning = given.planning(RunOptions)
     if compare and options["weights"] is not None:
         raise OptionError(
             "--compare cannot be combined with --weights",
-            why="the unpartitioned model would need all weights on one rank",
-            hint="leave one of them out",
-        )
-    source = asked.source(meta=options["weights"] is not None and options["model"] is None, short=True)
+            why="the unpartitioned model would need all weights on one rank", hint="leave one of the two options out",
+        )  # fmt: skip
+    source = given.source(meta=options["weights"] is not None and options["model"] is None, short=True)
     from autopart.cli.run_command import TrainingRun
 
     TrainingRun(source, mesh, chosen, planning, steps, learning_rate, compare, as_json).run()
@@ -308,7 +307,7 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 @click.option("--raw", metavar="PATH", help="JSON file to write every measurement to.  [default: none]")
 @click.option("--of", metavar="PATH", help="Make the profile from a file of measurements that --raw wrote.")
 @JSON
-@told
+@reports_errors
 def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
     """Measure this machine as a hardware profile, and print predicted and measured times.
 
@@ -338,13 +337,13 @@ def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
 @META
 @MESH
 @JSON
-@told
+@reports_errors
 def doctor(name: str | None, as_json: bool, **options: Any) -> None:
     """Diagnose a model on one page, to paste into an issue; exit code 1 if something is refused.
 
     The page says whether the model can be traced, and on each mesh (tp2, dp2 and pp2, or the one that --mesh names)
-    what is sharded, what is replicated and why, and what would help. MODULE:CALLABLE is what --model takes. Without a
-    model: versions, backends and devices of this machine; exit code 1 if something is missing.
+    which operators are sharded, which are replicated and why, and what would help. MODULE:CALLABLE is a value of
+    --model. Without a model: versions, backends and devices of this machine; exit code 1 if something is missing.
 
     \b
     Example:
@@ -352,7 +351,7 @@ def doctor(name: str | None, as_json: bool, **options: Any) -> None:
       autopart doctor
     """
     if name is not None and options["model"]:
-        raise OptionError("two models are named", hint=f"autopart doctor {name}")
+        raise OptionError("a model is named twice: as an argument and by --model", hint=f"autopart doctor {name}")
     options["model"] = name or options["model"]
     if options["model"] is None and options["hf_config"] is None:
         from autopart.cli.machine import as_data, findings, table
@@ -360,8 +359,8 @@ def doctor(name: str | None, as_json: bool, **options: Any) -> None:
         all_findings = findings()
         tell(as_json, as_data(all_findings), table(all_findings), all(finding.ok for finding in all_findings))
         return
-    asked = Asked(options)
-    source = asked.source(meta=options["model"] is None)
+    given = CommandOptions(options)
+    source = given.source(meta=options["model"] is None)
     from autopart.cli.doctor import doctor as diagnose
 
     page = diagnose(source.model, options["mesh"], example_kwargs=source.example)

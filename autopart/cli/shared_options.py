@@ -38,7 +38,10 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 def shared(kind: Any) -> Callable[[Command], Command]:
-    """Return a decorator with the options of a TypedDict of `autopart.options`. Their default is None."""
+    """Return a decorator that adds click options to a command: one for each field of a TypedDict.
+
+    The TypedDict is one of `autopart.options`, such as `PlanOptions`. Every option is None by default.
+    """
 
     def option(name: str) -> Callable[[Command], Command]:
         form, flag = OPTIONS[name].form, f"--{name.replace('_', '-')}"
@@ -109,25 +112,28 @@ def training_of(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandOptions:
     """The command-line options of one command, as click passes them."""
 
     values: Mapping[str, Any]
 
-    def source(self, meta: bool, short: bool = False, again: bool = False) -> ModelSource:
+    def source(self, meta: bool, short: bool = False, note_printed: bool = False) -> ModelSource:
         """Build the model that the options name. Return it with its example call.
 
         Args:
-            meta: build weights without memory, unless the user chose otherwise.
-            short: use short example sequences for `--hf-config`, because the model runs, unless the user chose a
-                length.
-            again: the message about the example was printed by an earlier call.
+            meta: create the weights on the meta device, if the user gave no `--meta` or `--no-meta`.
+            short: use short example sequences for `--hf-config`, if the user gave no `--sequence`. For commands that
+                run the model.
+            note_printed: do not print the note on the example, because an earlier call has printed it.
         """
         from autopart.recipe.model_source import SourceOptions, from_callable, from_hf_config
 
         v = self.values
         if (v["model"] is None) == (v["hf_config"] is None):
-            raise OptionError("name one model", hint="--model package.module:callable, or --hf-config gpt2")
+            raise OptionError(
+                "exactly one of --model and --hf-config is needed",
+                hint="--model package.module:callable, or --hf-config gpt2",
+            )
         wanted = v.get("meta")
         options = SourceOptions(
             meta if wanted is None else wanted, v["dtype"], v["batch"], v["sequence"], v["seed"], short
@@ -135,10 +141,10 @@ class Asked:
         source = from_callable(v["model"], options) if v["model"] else from_hf_config(v["hf_config"], options)
         if source.example is None:
             raise InputError(
-                f"--model {v['model']} gives no example call", why="the model is traced on one",
+                f"--model {v['model']} returns no example inputs", why="the model is traced with example inputs",
                 hint="let the callable return (model, {'input_ids': ids, 'labels': labels})",
             )  # fmt: skip
-        if source.note and not again:
+        if source.note and not note_printed:
             note(source.note)
         return source
 
@@ -146,7 +152,7 @@ class Asked:
         if self.values["mesh"] is not None:
             return Mesh.parse(self.values["mesh"])
         if plan is None:
-            raise OptionError("name the mesh", hint="--mesh pp2,dp2,tp2")
+            raise OptionError("no mesh is named", hint="--mesh pp2,dp2,tp2")
         return plan.mesh_object()
 
     def given_plan(self) -> Plan | None:
@@ -164,9 +170,9 @@ class Asked:
         return Plan.load(path)
 
     def planning(self, kind: Any = PlanOptions) -> dict[str, Any]:
-        """Return the options of a TypedDict of `autopart.options`, checked before a model is built.
+        """Return the command's values for the fields of a TypedDict of `autopart.options`.
 
-        Raises OptionError.
+        Raises OptionError for an invalid value.
         """
         options = {name: self.values[name] for name in names_of(kind)}
         Options(**options)
@@ -182,7 +188,7 @@ class Asked:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Return the content of a plan for `--json`, except the layouts of parameters and operators."""
+    """Return the content of a plan for `--json`, without the layouts of parameters and operators."""
     mesh = plan.mesh_object()
     return {
         "model": dict(plan.model), "inputs": dict(plan.inputs), "mesh": dict(mesh.sizes), "num_ranks": mesh.num_ranks,

@@ -212,10 +212,9 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 @contextmanager
 def restored_transforms() -> Iterator[None]:
-    """Context manager that leaves the `torch.func` transforms (vmap, grad) that an error inside has left entered.
+    """Context manager that exits `torch.func` transforms (vmap, grad) that an error has left entered.
 
-    Without it, the next random number outside of the trace raises "called random operation while in randomness error
-    mode".
+    Otherwise the user's next random number raises "called random operation while in randomness error mode".
     """
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:

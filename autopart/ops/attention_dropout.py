@@ -75,8 +75,8 @@ def attention_dropout_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention output, and the largest score of each query (zeros without a mask).
 
-    On a GPU the second tensor is empty, because the backward re-runs the forward of the kernel. `torch.compile` does
-    not look inside.
+    On a GPU the second tensor is empty, because the backward re-runs the forward of the kernel. `torch.compile` treats
+    this operator as opaque.
     """
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
@@ -179,8 +179,8 @@ class _CpuAttention:
     def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys, values and scores.
 
-        Keys and values are those repeated for all query heads. The gradient of the scores is an empty tensor unless
-        `of_mask`.
+        Gradients of keys and values have one head per query head; the caller sums them over each group. The gradient of
+        the scores is an empty tensor unless `of_mask`.
         """
         of_query, of_key, of_value = (torch.empty_like(x) for x in (self.query, self.key, self.value))
         of_scores = self.query.new_zeros((*self.query.shape[:-1], self.key.size(-2)) if of_mask else 0)

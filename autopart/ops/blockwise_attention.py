@@ -1,8 +1,8 @@
 """Blockwise attention: attention over blocks of keys and values, combined by their log-sum-exp.
 
-In ring attention a block is the shard of one rank (Liu et al. 2023, arXiv:2310.01889). Attention on one rank has two
-blocks for each run of queries (`QueryRun`): the keys that all of these queries attend, and the keys on the diagonal,
-where attention is causal.
+In ring attention a block is the shard of one rank (Liu et al. 2023, arXiv:2310.01889). Attention on one rank splits the
+queries into runs of consecutive queries (`QueryRun`). A run has two blocks of keys: keys that all of its queries
+attend, and keys on the diagonal, where attention is causal.
 
 A visit is the attention of the local queries to one block. It returns an output and the log-sum-exp of its scores. The
 log-sum-exps determine how the outputs of all visits are averaged. The backward of a visit needs the combined output and
@@ -64,8 +64,8 @@ class KeyBlockVisit:
     def parts(self, device: torch.device, has_kernel: bool) -> Iterable[ScoreBlock]:
         """Return the blocks of scores to compute. Blocks in which every score is masked are left out.
 
-        Queries and keys of a block are contiguous in the sequence. Without a kernel (`has_kernel` is False) no block is
-        causal and blocks are small, because all of their scores are materialised.
+        Queries and keys of a block are contiguous in the sequence. If no kernel can be used (`has_kernel` is False),
+        all scores of a block are materialised, so blocks are small and none is causal.
         """
         num_queries, num_keys = self.cut.length(self.here), self.cut.length(self.rank)
         if not self.runs and self.mask is None:
@@ -79,7 +79,8 @@ class KeyBlockVisit:
     def _is_causal(self) -> bool:
         """True if the keys are local and every query attends exactly the keys up to its own position.
 
-        The local chunks are sorted by position in the sequence, so attention within all of them is causal as well.
+        A rank can have several chunks of the sequence (zigzag). They are sorted by position, so one causal kernel call
+        over the local shard is right.
         """
         chunks = self.cut.spans(self.here)
         return self.rank == self.here and len(self.runs) == len(chunks) and all(
@@ -113,8 +114,9 @@ class KeyBlockVisit:
 def _merge_blocks(parts: Iterable[ScoreBlock]) -> Iterator[ScoreBlock]:
     """Merge consecutive unmasked blocks that have equal queries or equal keys.
 
-    With a zigzag split, either all queries of a rank attend one of the two key chunks of another rank, or half of the
-    queries attend both chunks. Either case is one block after merging.
+    With a zigzag split, a rank has two chunks of queries, and gets two chunks of keys from another rank. Either both
+    query chunks attend only the first key chunk, or only the second query chunk attends, to both key chunks. Both cases
+    are one block after merging.
     """
     last: ScoreBlock | None = None
     for part in parts:
@@ -253,8 +255,8 @@ def attention_runs(
     """Attend queries to the keys of a sequence, skipping keys that none of the queries attends.
 
     Args:
-        query, key, value: as in `scaled_dot_product_attention`, of shapes [b, h, q, d], [b, g, s, d], [b, g, s, e]. The
-            queries can be some of the sequence's.
+        query, key, value: as in `scaled_dot_product_attention`, of shapes [b, h, q, d], [b, g, s, d], [b, g, s, e]. `q`
+            can be less than `s`.
         runs: the fields of all `QueryRun`s in one flat list. Together the runs have `q` queries.
     Returns:
         The output, of shape [b, h, q, e].

@@ -16,8 +16,10 @@ from torch import Tensor
 class DispatchPlan:
     """Order and counts of the rows that one rank sends to, and receives from, the ranks of an expert axis.
 
-    order: row indices in the order of sending, sorted by destination rank; one index per row. sends, receives: for each
-    rank of the axis, the number of rows to send to it, or to receive from it. times: number of rows per token.
+    Attributes:
+        order: row indices in the order of sending, sorted by destination rank.
+        sends, receives: number of rows to send to each rank of the axis, and to receive from it.
+        times: number of rows per token.
     """
 
     order: Tensor

@@ -60,7 +60,7 @@ class KeyRanges(NamedTuple):
         return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[QueryRun]:
-        """Split the queries into runs whose key ranges move by one key per query; [] if samples differ."""
+        """Split the queries into runs (`QueryRun`). Returns [] if samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return []
@@ -73,7 +73,7 @@ class KeyRanges(NamedTuple):
         return runs
 
     def band(self) -> MaskWindow | None:
-        """Return the sliding window that these ranges form, None if they form none or if samples differ."""
+        """Return the sliding window with these key ranges; None if there is none, or if samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return None
@@ -105,7 +105,10 @@ def _run(first: Sequence[int], end: Sequence[int]) -> QueryRun:
 
 
 def mask_structure_of(intervals: KeyRanges, queries: int, keys: int) -> MaskStructure | None:
-    """Return a sliding window, else runs of queries if they skip enough keys to be faster, else None."""
+    """Return the structure of a mask that a kernel can use: a sliding window, or runs of queries.
+
+    Runs are returned only if they skip enough keys to be faster. None if the mask has no such structure.
+    """
     band = intervals.band()
     if band is not None and queries == keys:
         return band
@@ -188,7 +191,7 @@ class KeyRangeEvaluator:
         if name == "autopart::slice":
             return self._shard(args[0], *args[1:], dims=len(shape(node)))
         if any(isinstance(self.known[used], KeyRanges) for used in node.all_input_nodes):
-            return _of_intervals(name, args, len(shape(node)))
+            return _apply_to_ranges(name, args, len(shape(node)))
         if name in _COMPARED and output.dim() >= 2 and output.numel() > _LARGEST:
             return _compared(name, *args)
         if name == "expand" and output.dim() >= 2 and output.numel() > _LARGEST:
@@ -244,8 +247,8 @@ def _compared(name: str, one: Any, other: Any) -> KeyRanges | None:
     return KeyRanges(first, end, number)
 
 
-def _of_intervals(name: str, args: Any, dims: int) -> KeyRanges | None:
-    """Apply an operator to key ranges and return the resulting key ranges, None if that is not possible."""
+def _apply_to_ranges(name: str, args: Any, dims: int) -> KeyRanges | None:
+    """Return the key ranges of the mask that an operator computes from key ranges; None if it has none."""
     intervals = args[0] if isinstance(args[0], KeyRanges) else None
     if name in _AND:
         keys = next(part.keys for part in args if isinstance(part, KeyRanges))

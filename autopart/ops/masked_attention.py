@@ -56,7 +56,10 @@ def _distinct(mask: Tensor) -> Tensor:
 
 
 def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which pairs are attended, and True if the mask has no biases except 0 and masked."""
+    """Return two boolean tensors: the attended pairs, and whether all other pairs are masked out.
+
+    The second tensor is a scalar. It is False if the mask adds a finite bias to a score.
+    """
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
     attended = mask == 0
@@ -64,13 +67,16 @@ def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blocks_fit(band: MaskWindow, length: int) -> bool:
-    """Return True if attention to this window is less work in blocks, for `length` queries and keys."""
+    """Return True if `window_attention`, which computes blocks, needs much less work than full attention.
+
+    `length`: number of queries and keys.
+    """
     block, left, right = _blocks(band)
     return 3 * (left + block + right) <= 2 * length
 
 
 def _blocks(band: MaskWindow) -> tuple[int, int, int]:
-    """Return the queries per block, and the numbers of keys before and after these that the block attends."""
+    """Return the sizes of a block: its queries, its keys before them, and its keys after them."""
     block = max(*band, _SMALLEST_BLOCK)
     return block, block * (band.before > 0), block * (band.after > 0)
 

@@ -1,6 +1,7 @@
 """The custom operators `torch.ops.autopart.*`: their schemas, and implementations of the local ones.
 
-Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one primitive forward and one backward:
+Each conversion between placements (`autopart.ir.layout.CONVERSIONS`) is one operator. Its forward is one collective or
+local operation, and so is its backward. `own` keeps the value on the first rank of the axis, and zeros on others:
 
     all_reduce, sum_grad, own, own_grad, own_both, all_reduce_both, all_reduce_max (x, axis)
     slice, slice_pad, all_gather, all_gather_sum, reduce_scatter                   (x, axis, dim, size, sections)
@@ -100,14 +101,14 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
 
 
 def with_salt(seed: Tensor, salt: int) -> Tensor:
-    """Return a tensor of two numbers, the seed and the salt, which is the number of the operator."""
+    """Return a tensor of two numbers: the seed, and the salt (the number of the operator in the model)."""
     return torch.tensor([int(seed), salt])
 
 
 def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
     """Draw the mask of `dropout` for a value of the shape of `x`; true for elements to keep.
 
-    `torch.compile` does not look inside.
+    `torch.compile` treats this operator as opaque.
     """
     return _seeded_dropout(x, p, seed, salt, shard)[1]
 
@@ -244,9 +245,9 @@ _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward 
 
 
 def stored_source(node: fx.Node) -> fx.Node | None:
-    """Return the parameter node whose stored value a gather or cast reads, None if it reads another value.
+    """Return the parameter node that a gather or cast reads, None if its input is not a parameter.
 
-    Conversions that only affect the gradient can be in between.
+    Conversions that only affect the gradient can be between the parameter and the gather or cast.
     """
     source = node.args[0]
     while isinstance(source, fx.Node) and autopart_operator(source) in _OF_GRADIENTS:

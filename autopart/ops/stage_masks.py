@@ -120,7 +120,7 @@ def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
 
 
 def input_independent_masks(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
-    """Return the masks that depend on no input and no buffer.
+    """Return the masks of a stage that no model input or buffer affects: they are equal in all calls.
 
     Returns:
         The masks, the stage inputs that they are computed from, and a graph that computes these stage inputs from
@@ -282,7 +282,7 @@ def _kernel_takes_groups(call: fx.Node, device: torch.device | None) -> bool:
 
 
 def _group_heads(call: fx.Node) -> None:
-    """Remove the repetition of K/V heads; attention then groups its query heads.
+    """Replace repeated K/V heads by the unrepeated ones, and compute grouped-query attention.
 
     Repeated heads then need no memory, and their gradients need no sum. Grouped-query attention: Ainslie et al. 2023,
     arXiv:2305.13245.
@@ -301,10 +301,10 @@ def _group_heads(call: fx.Node) -> None:
 
 
 def _repeated(heads: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Find the source of heads [b, (g r), s, d] in which an `expand` repeats each of g heads r times.
+    """Match an `expand` that repeats each of g K/V heads r times, to heads of shape [b, g * r, s, d].
 
-    Returns the input of the `expand`, the dim of g in it, and r. The dims g and r are merged after the sequence dim or
-    before it. None if the pattern does not match.
+    Returns three values: the input of the `expand`, the index of its dim of g heads, and r. The dims g and r can be
+    merged before or after a transposition with the sequence dim. None if the pattern does not match.
     """
     dim, source = 1, heads
     if _calls(source, "transpose") and {axis % 4 for axis in source.args[1:]} == {1, 2}:
@@ -342,7 +342,7 @@ def _view(call: fx.Node, target: Callable[..., Any], node: fx.Node, *arguments: 
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a node without users, then its inputs that are views and lose their last user by that."""
+    """Erase a node without users, then those of its input views that have no other user."""
     if node.op == "call_function" and not node.users:
         source = node.args[0]
         node.graph.erase_node(node)
@@ -350,7 +350,10 @@ def _erase(node: fx.Node) -> None:
 
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:
-    """Return a copy of a prologue with only the outputs for which `is_read` is True."""
+    """Return a copy of a stage's prologue with only the outputs for which `is_read` is True.
+
+    The prologue is the graph that computes the inputs of a stage from the inputs of the model.
+    """
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(prologue.graph, {})
     graph.output((*(o for o, read in zip(outputs, is_read, strict=False) if read), *outputs[len(is_read) :]))

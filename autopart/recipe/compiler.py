@@ -52,7 +52,7 @@ class _Traced:
         with_outputs: for a model with a `loss_fn`: the trace includes the model's own outputs.
         guards: the Python values that the trace depends on.
         first_guards: guards of the first trace with the same shapes, dtypes and options.
-        changed_values: text of the differences between `first_guards` and `guards`, which ranks compare.
+        changed_values: the differences between `first_guards` and `guards`, as text. Ranks compare this text.
         row_inputs: as in `Program`.
         programs: {purpose: program} of the programs written so far.
     """
@@ -107,7 +107,7 @@ class Compiler:
 
     @property
     def precision(self) -> Precision | None:
-        """Mixed precision by the plan, or by the options before there is a plan. None: the model's own dtypes."""
+        """Mixed precision of the plan, or of the options if there is no plan. None: the model's own dtypes."""
         settings = self._plan or self.options
         return Precision.parse(settings.precision, settings.reduce_dtype)
 
@@ -120,8 +120,8 @@ class Compiler:
     def plan(self) -> Plan:
         """The plan. Available after the model was traced or a plan was given.
 
-        If the last training call ran under another `torch.autocast` than the call that the plan was made for, the
-        figures are those of the last call.
+        Its figures (time, memory, FLOPs) depend on `torch.autocast`. If the last training call ran under other autocast
+        settings than the call that was planned, the figures are counted for the last call.
         """
         if self._plan is None:
             raise PlanError("there is no plan yet", why="the model is traced at the first call",
@@ -133,7 +133,7 @@ class Compiler:
         return self._last.plan
 
     def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
-        """Return the plan with its figures (time, memory, FLOPs) counted for a given call."""
+        """Return the plan, with its figures (time, memory, FLOPs) counted again for another traced call."""
         outputs = plan_outputs(call.trace, call.with_outputs)
         whole = None
         program, walks = written(call.trace, call.decisions, outputs, "fast", plan.compile)
@@ -153,7 +153,7 @@ class Compiler:
         return None if self._example is None else self._write(self._example, "forward")
 
     def agreed(self) -> dict[str, str]:
-        """Return {subject: text} of versions, options and the plan. Each text must be equal on all ranks."""
+        """Return {name: text} of versions, options, plan and example. Each text must be equal on all ranks."""
         call = self._example.trace.call if self._example is not None else None
         example = {} if call is None else {EXAMPLE: format_call(call.names, call.tensors).replace(", ", "\n")}
         return {**example, **agreed(self.options, self._plan)}
@@ -312,9 +312,9 @@ class Compiler:
         return traced, guards
 
     def _check_written(self, traced: Trace) -> None:
-        """Raise TraceError if the model first writes a frozen parameter after the first trace.
+        """Raise TraceError if a later trace is the first one that writes to a frozen parameter.
 
-        Earlier traces may have stored that parameter sharded, as a parameter that is only read.
+        Earlier traces only read that parameter, so it may be stored sharded.
         """
         late = [name for name in sorted(traced.written - self.written) if self._num_traces]
         self.written |= traced.written

@@ -88,9 +88,9 @@ def prepare(
     """Trace, normalize and annotate a model for a call.
 
     Args:
-        double: make the graph compute in float64, even where the model casts to a smaller dtype.
+        double: make the graph compute in float64, also if the model casts to a smaller dtype.
         written: frozen parameters that another call writes.
-        precision: mixed precision, in place of the model's own dtypes. With `double` its casts become identities.
+        precision: mixed precision, in place of the model's own dtypes. If `double` is set, its casts become identities.
         fold: deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a graph is
             not run.
     """
@@ -106,11 +106,11 @@ def prepare(
 def _prepared(
     model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool
 ) -> Trace:  # fmt: skip
-    """Return the trace of a model in its own precision."""
+    """Trace and annotate a model, and deduplicate its blocks if `fold`."""
     phase("tracing the model")
     traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
-    phase("finding out what may be cut")
+    phase("finding out what can be sharded")
     if fold and (few := deduplicated(traced)).folds:
         try:
             few = _annotated(model, arguments, few, double)
@@ -145,7 +145,7 @@ def unfolded(traced: Trace) -> Trace:
     """Return the annotated trace before block deduplication, with every block in its graph."""
     if traced.whole is None:
         return traced
-    return _annotated_as(traced, replace(traced.whole, graph=copied(traced.whole.graph)))
+    return _annotate_like(traced, replace(traced.whole, graph=copied(traced.whole.graph)))
 
 
 def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
@@ -158,13 +158,13 @@ def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
     few = deduplicated(traced.whole, boundary_operators(problem_of(traced, mesh, options)))
     if not few.folds:
         return unfolded(traced)
-    few = _annotated_as(traced, few)
+    few = _annotate_like(traced, few)
     check_blocks(few)
     return few
 
 
-def _annotated_as(known: Trace, other: Trace) -> Trace:
-    """Annotate `other`, another trace of the call that `known` is a trace of, with the same passes."""
+def _annotate_like(known: Trace, other: Trace) -> Trace:
+    """Annotate `other` with the same passes as `known`. Both are traces of one call."""
     run_passes(other.graph, AS_TRACED)
     run_passes(other.graph, NORMALIZE)
     other = replace(other, notes=known.notes, precision=known.precision)
@@ -186,8 +186,9 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace.
 
-    If the trace is deduplicated, it is planned in place of the full trace, and gives an equal plan. The full trace is
-    planned if deduplication is not possible, or to raise an error that names the right block.
+    If the trace has deduplicated blocks, the deduplicated trace is planned, because that is faster and gives an equal
+    plan. The full trace is planned if an option excludes deduplication. It is also planned if planning fails, so that
+    the error names the right block.
     """
     if traced.folds and not traced.checkpointed and can_be_folded(mesh, options):
         try:
@@ -256,10 +257,10 @@ def _memory_error(traced: Trace, mesh: Mesh, options: Options, draft: Draft, nee
 
 
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
-    """Return True if blocks can be deduplicated, because no option treats equal blocks differently.
+    """Return True if blocks can be deduplicated, because all options treat equal blocks equally.
 
-    Pins, recomputation by block name and `dp_sync` methods by parameter name do. Dumps of passes also exclude
-    deduplication, because they show the full graph.
+    Pins, recomputation by block name, `dp_sync` methods by parameter name and `prefetch` above 1 can treat equal blocks
+    differently. Dumps of passes also exclude deduplication, because they show the full graph.
     """
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
     sync_is_plain = parse_sync(options.dp_sync).is_default
@@ -322,12 +323,12 @@ def _check_options(problem: Problem, options: Options) -> None:
     """Raise OptionError if an option does not fit the model or the mesh."""
     mesh = problem.mesh
     if options.compile and problem.expert_axes:
-        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
+        hint = "dp in place of ep" if mesh.along("experts") else "a plan without pins that shard experts"
         raise OptionError(
             f"compile=True is not supported on {mesh}",
-            why="a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time",
-            hint=f"leave compile out, or {hint}",
-        )
+            why="a compiled stage has fixed sizes, and the number of tokens of a rank's experts is known only at "
+            "run time", hint=f"leave compile out, or use {hint}",
+        )  # fmt: skip
     check_named(problem.trace, options.sequence_dims or {})
 
 
@@ -371,7 +372,8 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
 def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
     """Return a function of (mesh, changed options) that estimates the memory of each rank.
 
-    It reuses the placements of `draft` if the sizes of the feature axes are equal.
+    If the feature axes (`tp`) keep their sizes, and `sequence_parallel` is unchanged, it reuses the placements of
+    `draft`.
     """
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:

@@ -47,7 +47,7 @@ _TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForCond
 class ModelSource:
     """A model and one example call of it, as {input name: value}.
 
-    `example` is None if the callable returned none. `note` describes the example for the user.
+    `example` is None if the callable returned only a model. `note` describes the example for the user.
     """
 
     model: nn.Module
@@ -85,10 +85,10 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
     """
     for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
         if value is not None:
-            raise OptionError(f"{option} is for --hf-config", why=f"{name} makes its own example inputs")
+            raise OptionError(f"{option} only applies to --hf-config", why=f"{name} makes its own example inputs")
     build = _find(name)
     torch.manual_seed(options.seed)
-    with _making(options.meta, None):
+    with _creation_context(options.meta, None):
         built = build()
     model, example = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module) or not (example is None or isinstance(example, Mapping)):
@@ -144,8 +144,8 @@ def _find(name: str) -> Any:
 
 
 @contextmanager
-def _making(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
-    """Create modules on the meta device, if requested, and with default dtype `dtype`, in a `with` block."""
+def _creation_context(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
+    """Set the default dtype, and the meta device if `meta`, for modules created in a `with` block."""
     with default_dtype(dtype), torch.device("meta" if meta else "cpu"):
         yield
 
@@ -167,7 +167,7 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     dtype = DTYPES.get(options.dtype or config_dtype, torch.float32)
     torch.manual_seed(options.seed)
     phase("making the model")
-    with _making(options.meta, dtype):
+    with _creation_context(options.meta, dtype):
         model: Any = kind(config)
     if getattr(model, "loss_type", "") is None:  # transformers' default, which it warns of every time
         model.loss_type = "ForCausalLM"
@@ -215,7 +215,7 @@ def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) ->
     allowed = f", of the {longest:,} tokens that the config allows" if longest is not None and tokens < longest else ""
     unsaid = [f"--{name}" for name in ("batch", "sequence") if getattr(options, name) is None]
     change = f"; {' and '.join(unsaid)} change{'s' * (len(unsaid) == 1)} it" if unsaid else ""
-    return f"{rows:,} row{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
+    return f"{rows:,} sample{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor]:
@@ -301,7 +301,10 @@ def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
 
 
 def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, Tensor]:
-    """Return random tokens as inputs, and as labels the same tokens (for encoder-decoders, other tokens)."""
+    """Return random tokens as `input_ids`, and `labels` if the model takes them.
+
+    The labels are a copy of the inputs; for an encoder-decoder, they are random tokens of their own.
+    """
     name, inputs = type(model).__name__, inspect.signature(model.forward).parameters
     if "input_ids" not in inputs or ("labels" in inputs and not name.endswith(_TOKEN_LABELS)):
         raise InputError(

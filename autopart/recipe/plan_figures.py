@@ -44,15 +44,15 @@ class Written(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Decisions for a planning problem, with the program and its figures' inputs.
+    """A planning problem, its decisions and their program, before time, memory and FLOPs are counted.
 
     Attributes:
         problem: the planning problem.
         program: the program of the decisions.
         solved: {axis: result of the layout solver}.
         walks: liveness analysis of each stage.
-        whole: variant without scatter-gather sends between stages, on which operators are counted. None: the program
-            has no such sends.
+        whole: variant of the program without scatter-gather sends between stages. FLOPs and bytes of operators are
+            counted on it. None: the program has no such sends.
     """
 
     problem: Problem
@@ -83,7 +83,7 @@ def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_e
         return []
     over, least = (f"{100 * (load / bound - 1):.1f} %" for load in (heaviest, most_even.least_load))
     return [f"stages could be more even, but would send more, which takes longer on {problem.hardware.name}: the "
-            f"heaviest is {over} over the lower bound, not {least}"]  # fmt: skip
+            f"largest is {over} over the lower bound, not {least}"]  # fmt: skip
 
 
 def plan_of(

@@ -187,10 +187,10 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
     ordered = [n for n in (*traced.parameters, *(f"input {n}" for n in traced.call.names)) if n in (lost or made_up)]
     names = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
     readers = [n for n in traced.graph.nodes if any(source.target == ordered[0] for source in n.all_input_nodes)]
-    what = f"the trace of {name} loses the gradient of {names}"
-    why = "the model gives them a gradient, and its trace does not"
-    if not lost:
-        what = f"the trace of {name} gives a gradient to {names}"
-        why = "the model gives them none"
-    return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
-                      hint="the same computation in plain torch operations, which torch.export records")  # fmt: skip
+    return TraceError(
+        f"the trace of {name} {'loses the gradient of' if lost else 'gives a gradient to'} {names}",
+        refusal=Refusal.GRADIENT,
+        why="the model gives them a gradient, and the trace does not" if lost else "the model gives them no gradient",
+        where=source_text(readers[0]) if readers else "",
+        hint="the same computation in plain torch operations, which torch.export records",
+    )

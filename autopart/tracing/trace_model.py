@@ -361,9 +361,9 @@ def _quiet(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark operators of the loss function, and inputs that only it reads, with `loss`. Convert module paths.
+    """Mark operators of the loss function, and inputs that only it reads, with the fact `loss`.
 
-    The paths become those of the user's model.
+    Also convert module paths to those of the user's model.
     """
     for node in graph.nodes:
         stack = facts(node).get("nn_module_stack") or {}

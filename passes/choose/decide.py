@@ -87,7 +87,7 @@ def _solve(
     summed = reduce_bytes_ratio(problem.trace)
     step = CostedStep(problem.microbatches, rows, storage, stride, summed, pinned.axis, problem.balance)
     before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
-    left = replace(pinned.beside(before, stored, mesh), context=problem.context)
+    left = replace(pinned.with_solved_axes(before, stored, mesh), context=problem.context)
     ranks = mesh.size(pinned.axis)
     cut_values = problem.sequence_parallel if pinned.cuts == "features" else True
     return cheapest(problem.graph, ranks, problem.hardware, cut_values, step, left)
@@ -95,7 +95,7 @@ def _solve(
 
 @driven(notes=decision_notes)
 def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """Return the layouts of `decisions`, with stages and microbatches chosen for another problem.
+    """Choose stages and microbatches for `problem`, and keep the layouts of `decisions`.
 
     No layout problem is solved.
     """

@@ -143,7 +143,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
     """Apply the plan's sequence order (zigzag or contiguous) and its sequence dims to the trace.
 
-    If the mesh has no context axis, the order of the trace stays.
+    If the mesh has no context axis, the trace keeps its sequence order.
     """
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
@@ -177,15 +177,15 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     of_experts = mixtures(trace)
     for axis in mesh.solving_order:
         kind = mesh.axis(axis).cuts
-        beside = replace(FREE, axis=axis, cuts=kind).beside(chosen, stored, mesh)
+        constraints = replace(FREE, axis=axis, cuts=kind).with_solved_axes(chosen, stored, mesh)
         places = _read_stored(trace, plan, mesh, axis, stored)
         by_expert = {name for name, place in places.items() if place == shard(0)}
-        beside = replace(beside, stacks=mixtures_on_axis(of_experts, kind, by_expert))
-        _check_cut_again(plan, beside, places, stored)
+        constraints = replace(constraints, stacks=mixtures_on_axis(of_experts, kind, by_expert))
+        _check_cut_again(plan, constraints, places, stored)
         stored = with_placements(stored, axis, places)
         read = _read_strategies if same_trace else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
-        chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
+        chosen[axis] = read(trace, plan, mesh, axis, stored, known, constraints)
     if same_trace:
         microbatches = plan.schedule.microbatches
         rows = BatchSplit(microbatches, batch_strategies(trace, mesh, microbatches), False)
@@ -251,10 +251,10 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
     for name in plan.parameters:
         if name not in known:
             raise PlanError(
-                f"the plan places '{name}', which is not a parameter of the model",
+                f"the plan has a layout for '{name}', which is not a parameter of the model",
                 where=plan.where("parameters", name),
                 hint=f"the parameters are {', '.join(list(dict.fromkeys(map(pattern_of, trace.parameters)))[:8])}, ...",
-            )  # fmt: skip
+            )
     stored = {name: Placement.parse(plan.placement_text(name, axis)) for name in trace.parameters}
     for name, place in stored.items():
         sizes = tuple(trace.parameters[name].shape)
@@ -270,12 +270,14 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
             hint = storable_placements(sizes, axis, mesh.size(axis), layout)
         if why:
             over = "" if len(mesh.chosen) == 1 and axis in mesh.chosen else f" on {axis}"
-            raise PlanError(f"the plan stores '{name}' as {place}{over}", why=why, where=where, hint=hint)
+            raise PlanError(
+                f"the plan's layout {place} of '{name}'{over} is not possible", why=why, where=where, hint=hint
+            )
     return stored
 
 
 def _check_cut_again(
-    plan: Plan, beside: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
+    plan: Plan, constraints: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
 ) -> None:
     """Raise PlanError if several axes shard one dim of a parameter, unless it is the dim of experts.
 
@@ -283,31 +285,30 @@ def _check_cut_again(
     """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
-        if place.is_shard and others and not beside.can_shard_again(name, place):
+        if place.is_shard and others and not constraints.can_shard_again(name, place):
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
-                f"the plan stores '{name}' as {place} on {beside.axis}",
-                why=f"{' and '.join(others)} shards dim {place.dim} already; only experts are sharded over several "
-                "axes, if there are enough",
-                where=plan.where("parameters", key), hint="R",
+                f"the plan's layout {place} of '{name}' on {constraints.axis} is not possible",
+                why=f"{' and '.join(others)} shards dim {place.dim} already; several axes can only shard the dim "
+                "of experts, and only if there are enough experts", where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
 
 
 def _fit_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
-    beside: AxisConstraints,
+    constraints: AxisConstraints,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """Return strategies on an axis: the plan's if they fit this trace, else solved ones.
 
     Args:
-        beside: constraints by the axes that are decoded already.
+        constraints: pins, and shardings over the axes that are decoded already.
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = on_parameters(trace.graph)
     for node in nodes:
-        allowed = beside.strategies(node, beside.strategies_on_axis(node, mesh.size(axis)))
-        options = {str(option): option for option in allowed if not _cuts_otherwise(node, option, on_axis)}
+        allowed = constraints.strategies(node, constraints.strategies_on_axis(node, mesh.size(axis)))
+        options = {str(option): option for option in allowed if not _contradicts_storage(node, option, on_axis)}
         strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
             _, entry = plan.operator_entry(facts(node)["key"], facts(node)["group"]) or ("", {})
@@ -318,12 +319,12 @@ def _fit_strategies(
             fixed[node] = strategy
     if len(fixed) == len(nodes):
         return fixed
-    return fit_around(trace.graph, mesh.size(axis), Hardware.load(), on_axis, fixed, beside)
+    return fit_around(trace.graph, mesh.size(axis), Hardware.load(), on_axis, fixed, constraints)
 
 
 def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
-    beside: AxisConstraints,
+    constraints: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
     """Return the strategies on an axis, for the very trace that the plan comes from.
 
@@ -333,7 +334,7 @@ def _read_strategies(
     used: set[str] = set()
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     for node in on_parameters(trace.graph):
-        options = beside.strategies(node, beside.strategies_on_axis(node, mesh.size(axis)))
+        options = constraints.strategies(node, constraints.strategies_on_axis(node, mesh.size(axis)))
         named_entry = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
         if named_entry is not None:
@@ -351,7 +352,7 @@ def _read_strategies(
 
 
 def _is_cast(name: str) -> bool:
-    """Return True if an operator name is that of a cast.
+    """Return True if an operator of this name is a cast.
 
     The dtype of a run adds or removes casts, so a plan may name casts that the trace lacks.
     """
@@ -367,7 +368,7 @@ def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: 
     if _is_cast(name):
         return options[0]
     raise PlanError(
-        f"the plan runs {name} as '{text}', which its rule does not allow", why=describe(node),
+        f"the plan runs {name} with the strategy '{text}', which its sharding rule does not allow", why=describe(node),
         where=plan.where("operators", name), hint=" | ".join(map(str, options[:8])),
     )  # fmt: skip
 
@@ -406,10 +407,10 @@ def _fits_weights(
     return True
 
 
-def _cuts_otherwise(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
+def _contradicts_storage(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
     """Return True if the strategy shards a weight differently than the weight is stored.
 
-    The plan's entry of this name then belongs to another operator.
+    The plan's entry with this operator's name was then written for another operator.
     """
     weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
                if facts(s)["role"] == PARAMETER]  # fmt: skip
@@ -435,10 +436,9 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
     """
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(
-            f"the plan has {len(plan.cuts)} cuts",
-            why=f"{num_stages} stages need {num_stages - 1}",
-            where=plan.where("cuts"),
-        )
+            f"the plan has {len(plan.cuts)} stage boundaries ('cuts')",
+            why=f"{num_stages} stages need {num_stages - 1}", where=plan.where("cuts"),
+        )  # fmt: skip
     nodes = active_operators(trace.graph)
     position = {facts(node)["key"]: i for i, node in enumerate(nodes)}
     cuts: list[int] = []
@@ -452,14 +452,15 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
             at = position.get(plan.stages[stage - 1]["last"], -2) + 1
         if at is None or at < 0:
             near = [k for k in position if k.rsplit("/", 1)[0] == cut.rsplit("/", 1)[0]] or list(position)
-            raise PlanError(f"the plan cuts before '{cut}', which is not an operator of the model", where=where,
-                            hint=", ".join(near[:6]))  # fmt: skip
+            raise PlanError(
+                f"the plan begins a stage at '{cut}', which is not an operator of the model", where=where,
+                hint=", ".join(near[:6]),
+            )  # fmt: skip
         if at == 0 or (cuts and at <= cuts[-1]):
             raise PlanError(
-                f"the plan cuts before '{cut}'",
-                why="a stage would be empty: cuts must be in the order of the operators",
-                where=where,
-            )
+                f"the plan cannot begin a stage at '{cut}'",
+                why="a stage would be empty: 'cuts' must be in the order of the operators", where=where,
+            )  # fmt: skip
         cuts.append(at)
     _check_crossing(nodes, plan, cuts)
     return tuple(cuts)
@@ -470,7 +471,7 @@ def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):
             raise StageError(
-                f"the plan cuts before '{name}'", why="a value without gradient would have to be sent to the "
-                "next stage",
-                where=plan.where("cuts", name), hint="a cut a few operators earlier or later",
+                f"the plan cannot begin a stage at '{name}'",
+                why="a value without gradient would have to be sent to the next stage", where=plan.where("cuts", name),
+                hint="begin the stage a few operators earlier or later",
             )  # fmt: skip

@@ -48,7 +48,7 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 
     The function moves nodes so that each region is contiguous. A region can then run as one call.
     """
-    full_blocks, core_of = _groups(traced, recompute)
+    full_blocks, core_of = _recompute_groups(traced, recompute)
 
     def mark(graph: fx.Graph) -> None:
         regions = [*(_block_regions(graph, full_blocks) if full_blocks else ()), *_core_regions(graph, core_of)]
@@ -59,11 +59,11 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
     return mark
 
 
-def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
-    """Return the operators that are recomputed, as two dicts from operator key to region.
+def _recompute_groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
+    """Return the recomputed operators as two dicts, one for mode "full" and one for mode "selective".
 
-    The first is for blocks in mode "full": {operator: its block, "" if it is not recomputed}. It is empty if no block
-    is recomputed. The second is for mode "selective": {operator in an attention core: the core}.
+    The first dict is {operator: its block}; the value is "" if the block is not recomputed, and the dict is empty if no
+    block is. The second dict is {operator of a recomputed attention core: key of the core}.
     """
     words = recompute_modes_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
@@ -169,11 +169,11 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 
 
 def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
-    """Return a sequence of calls without the nodes that do not depend on the block.
+    """Return the calls of a region to recompute: the block's own operators, and calls that depend on them.
 
-    Outputs of the removed nodes are inputs of the region, so they are saved. A node that is larger than its inputs and
-    used only in the region is not removed, such as a gathered weight. A value that another stage sent in shards is
-    gathered once, outside the region, and saved in full.
+    Other calls, such as conversions of the region's inputs, run once, and their outputs are saved. One kind of them is
+    recomputed too: a call whose output is larger than its inputs and is used only in the region, such as the all-gather
+    of a weight. A value that another stage sent in shards is gathered once, outside the region, and saved in full.
     """
     members = traced_calls.intersection(run)
     for node in run:
@@ -259,7 +259,7 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
 
 
 def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
-    """Return `nodes`, and the nodes of `span` that are on a path between two of them, in graph order."""
+    """Return `nodes` and all nodes of `span` on a path between two of them, in graph order."""
     after, before = set(nodes), set(nodes)
     for node in span:
         if not after.isdisjoint(node.all_input_nodes):

@@ -78,8 +78,8 @@ def check_can_be_sharded(trace: Trace, named: Named) -> None:
         if others:
             raise LayoutError(
                 "sequence_dims names dims of unequal lengths",
-                why=f"dim {dim} of {name} has {lengths[name]} positions, dim {named[others[0]]} of {others[0]} has "
-                f"{lengths[others[0]]}, and no operator can be sharded along that of {name}",
+                why=f"dim {dim} of {name} has size {lengths[name]}, dim {named[others[0]]} of {others[0]} has "
+                f"size {lengths[others[0]]}, and no operator can be sharded along dim {dim} of {name}",
                 hint=f"leave {name} out, or name a dim of size {lengths[others[0]]}",
             )
         raise LayoutError(

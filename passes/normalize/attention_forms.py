@@ -18,7 +18,7 @@ from autopart.ir.graph import argument, dropout_probability, shape, value
 from autopart.ops.operators import autopart_ops
 from autopart.passes.normalize.random_ops import drop, noise_like
 from autopart.passes.pass_pipeline import on_calls
-from autopart.passes.rewriting import emit, name_written_out, repeat_each, replace
+from autopart.passes.rewriting import emit, name_replacement_calls, repeat_each, replace
 from autopart.passes.rules import rule_of
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
         before = node.prev
         with graph.inserting_before(node):
             result = _attention_formula(graph, node)
-        name_written_out(node, before, "attention_dropout")
+        name_replacement_calls(node, before, "attention_dropout")
         if len(shape(node)) == 4:  # torch's kernels for other cases save the weights
             _mark(before, node)
         replace(node, result)

@@ -11,7 +11,7 @@ from torch import fx
 from autopart.compat.torch_internals import decomposition, trace_function, tree_flatten, tree_unflatten
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_tensor, value
-from autopart.passes.rewriting import emit, fake_mode, replace, replace_parts, told
+from autopart.passes.rewriting import argument_key, emit, fake_mode, replace, replace_parts
 from autopart.passes.rules import pattern_for
 from autopart.passes.rules.call_keys import CallCache
 
@@ -46,7 +46,7 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
     tensors = [a for a in flat if isinstance(a, fx.Node)]
     if not all(is_tensor(n) for n in tensors):
         return False
-    key = (node.target, str(spec), *(told(value(a) if isinstance(a, fx.Node) else a) for a in flat))
+    key = (node.target, str(spec), *(argument_key(value(a) if isinstance(a, fx.Node) else a) for a in flat))
     if key not in known:
         known[key] = _parts(node, flat, spec)
     parts = known[key]

@@ -11,7 +11,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import argument, draws_random_numbers, value
 from autopart.passes.normalize.random_ops import drop, noise_like
 from autopart.passes.pass_pipeline import on_calls
-from autopart.passes.rewriting import emit, getitem, name_written_out, replace_parts
+from autopart.passes.rewriting import emit, getitem, name_replacement_calls, replace_parts
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
     before = node.prev
     with graph.inserting_before(node):
         results = _layers(graph, node)
-        name_written_out(node, before, "recurrent_dropout")
+        name_replacement_calls(node, before, "recurrent_dropout")
     replace_parts(node, results)
 
 

@@ -130,11 +130,11 @@ SMALL = """\
 Small: 280 parameters, in train mode
 inputs: x float32[8,8], y float32[8,8]
 
-it is traced: 9 operators, 4.1 kFLOP of matrix work
+it can be traced: 9 operators, 4.1 kFLOP in matrix products
 
-tp2 works: tp divides 100 % of the matrix work
-dp2 works: dp divides 100 % of the matrix work
-pp2 works: the heaviest of 2 stages has 50.7 % of the work
+tp2 works: tp shards 100 % of the matrix FLOPs
+dp2 works: dp shards 100 % of the matrix FLOPs
+pp2 works: the largest of 2 stages has 50.7 % of the FLOPs
 
 """
 
@@ -147,21 +147,24 @@ def test_the_model_is_named_as_elsewhere():
     assert CliRunner().invoke(main, ["doctor", "--model", "test_doctor:small"]).stdout == SMALL + VERSIONS
     both = CliRunner().invoke(main, ["doctor", "test_doctor:small", "--model", "test_doctor:small"])
     assert both.exit_code == 2
-    assert both.output == "two models are named\n  try    autopart doctor test_doctor:small\n"
+    assert (
+        both.output
+        == "a model is named twice: as an argument and by --model\n  try    autopart doctor test_doctor:small\n"
+    )
 
 
 RECURRENT = """\
 Recurrent: 2,456 parameters, in train mode
 inputs: x float32[8,5,8], y float32[8,5,8]
 
-it is traced: 9 operators, 184 kFLOP of matrix work
+it can be traced: 9 operators, 184 kFLOP in matrix products
 
-tp2 works: tp divides 11.1 % of the matrix work, 1 operator runs whole
-  whole  1 aten::lstm in lstm, 88.9 % of the work: its sharding rule does not
+tp2 works: tp shards 11.1 % of the matrix FLOPs, 1 operator runs in full
+  full   1 aten::lstm in lstm, 88.9 % of the work: its sharding rule does not
          shard the dims of its weights
   try    dp in place of tp: it shards the batch
-dp2 works: dp divides 100 % of the matrix work
-pp2 works: the heaviest of 2 stages has 94 % of the work
+dp2 works: dp shards 100 % of the matrix FLOPs
+pp2 works: the largest of 2 stages has 94 % of the FLOPs
 
 """
 
@@ -208,7 +211,7 @@ def test_a_mesh_that_is_refused():
 
 def test_the_mesh_that_is_named():
     said = page("recurrent", "--mesh", "dp2,pp2,tp2")
-    assert "pp2,dp2,tp2 works: dp divides 100 % and tp divides 11.1 % of the matrix work,\n  the heaviest of 2" in said
+    assert "pp2,dp2,tp2 works: dp shards 100 % and tp shards 11.1 % of the matrix FLOPs, the\n  largest of 2" in said
     assert said.count(" works: ") == 1
 
 
@@ -228,12 +231,12 @@ def test_operators_without_a_rule():
     found = autopart.doctor(Unruled("a", "b", "c", "d", "e", "f"), "tp2", example_kwargs=rows(8, 8))
     assert found.ok
     assert str(found.meshes[0]).splitlines() == [
-        "tp2 works: tp divides 100 % of the matrix work that is counted, 12 operators run whole",
-        "  whole  2 autopart_test::scaled_mm in products.f, 3.33 kB in and out: it has no sharding rule",
-        "  whole  2 autopart_test::scaled_mm in products.e, 2.94 kB in and out: it has no sharding rule",
-        "  whole  2 autopart_test::scaled_mm in products.d, 2.56 kB in and out: it has no sharding rule",
-        "  whole  2 autopart_test::scaled_mm in products.c, 2.18 kB in and out: it has no sharding rule",
-        "  whole  4 more, of 2 kinds: see autopart explain",
+        "tp2 works: tp shards 100 % of the known matrix FLOPs, 12 operators run in full",
+        "  full   2 autopart_test::scaled_mm in products.f, 3.33 kB in and out: it has no sharding rule",
+        "  full   2 autopart_test::scaled_mm in products.e, 2.94 kB in and out: it has no sharding rule",
+        "  full   2 autopart_test::scaled_mm in products.d, 2.56 kB in and out: it has no sharding rule",
+        "  full   2 autopart_test::scaled_mm in products.c, 2.18 kB in and out: it has no sharding rule",
+        "  full   4 more, of 2 kinds: see autopart explain",
         '  try    autopart.rule("autopart_test::scaled_mm", "b a, a c -> b c", sum="a"), guessed from the '
         "shapes: autopart.check_rule proves or refutes it",
     ]
@@ -248,8 +251,8 @@ def test_a_loss_of_ones_own():
 
 def test_a_model_without_matrix_work():
     found = autopart.doctor(nn.LayerNorm(8), "dp2", example_args=(torch.randn(8, 8),))
-    assert "it is traced: 1 operator, 0 FLOP of matrix work\n" in str(found)
-    assert str(found.meshes[0]) == "dp2 works: there is no matrix work"
+    assert "it can be traced: 1 operator, 0 FLOP in matrix products\n" in str(found)
+    assert str(found.meshes[0]) == "dp2 works: the model has no matrix products"
 
 
 def test_matrix_work_of_weights_alone():
@@ -259,8 +262,9 @@ def test_matrix_work_of_weights_alone():
 
     found = autopart.doctor(Merged(8, 8), "dp2", example_args=(torch.randn(8, 8),))
     assert str(found.meshes[0]) == (
-        "dp2 works: dp divides 50 % of the matrix work\n"
-        "  note   50 % of the matrix work is not over rows that dp can cut: it is of weights alone, or takes all rows"
+        "dp2 works: dp shards 50 % of the matrix FLOPs\n"
+        "  note   50 % of the matrix FLOPs cannot be sharded over dp: these products use weights alone, or need the "
+        "full batch"
     )
 
 

@@ -85,9 +85,7 @@ SAMPLES: dict[str, Callable[[], nn.Module]] = {
     "exact_squeeze": lambda: Sample(lambda x, w: (x @ w).unsqueeze(1).squeeze()),
     "plain_copies": lambda: Sample(lambda x, w: (x @ w).view(-1).view_as(x).type_as(x) + aten.copy.default(x, w[:4])),
     "complex_writes": lambda: Sample(overwritten),
-    "contiguous_operands": lambda: Sample(
-        lambda x, w: torch.view_as_complex((x @ w).view(4, 2, 6).transpose(1, 2).contiguous()).abs()
-    ),
+    "contiguous_operands": lambda: Sample(lambda x, w: torch.view_as_complex(torch.stack([x @ w, x], -1)).abs()),
     "drop_no_ops": lambda: Sample(lambda x, w: F.dropout((x @ w).clone().to(torch.float64), 0.0)),
     "plain_broadcasts": lambda: Sample(lambda x, w: torch.broadcast_tensors(x @ w, w[0])[1]),
     "no_empty_parts": lambda: Sample(cache),

@@ -148,7 +148,7 @@ def test_stages_send_less_over_a_slow_link(num_layers, tmp_path):
     assert even.cost["imbalance"] < slow.cost["imbalance"] < (1 + MAX_IMBALANCE) * (1 + even.cost["imbalance"]) - 1
     assert slow.cost["step_time_s"] < 0.98 * even.cost.on(Hardware.load(slow.hardware)).step_time_s
     assert re.fullmatch(
-        r"stages could be more even, but would send more, which takes longer on link of 1e\+07: the heaviest is "
+        r"stages could be more even, but would send more, which takes longer on link of 1e\+07: the largest is "
         r"\d+\.\d % over the lower bound, not \d+\.\d %", next(n for n in slow.notes if n.startswith("stages could"))
     )  # fmt: skip
     assert not any(note.startswith("stages could") for note in even.notes)
@@ -221,5 +221,5 @@ def test_most_operators_can_begin_a_stage():
 
 def test_too_many_stages_are_refused():
     model, batch = zoo.conv_net()
-    with pytest.raises(StageError, match=r"cannot be cut into 64 stages(.|\n)*pp=\d+ or less"):
+    with pytest.raises(StageError, match=r"cannot be split into 64 stages(.|\n)*pp=\d+ or less"):
         autopart.plan(model, "pp64", example_kwargs=batch, schedule="gpipe", microbatches=8)

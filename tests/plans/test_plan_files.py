@@ -32,7 +32,7 @@ NOT_PLANS = [
     (b" \n ", "is empty"),
     (b"\x00\x00", "is not JSON"),
     (b'{"format": "autopart-plan/1", ', "is not JSON"),
-    (b"[]", "does not have the form of a plan"),
+    (b"[]", "is not a valid plan"),
 ]
 
 
@@ -208,7 +208,7 @@ def test_more_stages_than_operators():
     with pytest.raises(autopart.AutopartError) as error:
         autopart.plan(Pair(), "pp64", example_kwargs=batch)
     assert str(error.value) == (
-        "the model cannot be cut into 64 stages\n"
+        "the model cannot be split into 64 stages\n"
         "  why    it has 12 operators that depend on parameters, and 11 possible stage boundaries between them\n"
         "  try    pp=12 or less (pp times virtual_stages is the number of stages)"
     )

@@ -446,7 +446,7 @@ def decisions(draw: Any, subject: GraphUnderTest, mesh: Mesh, microbatches: int,
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     stored: dict[str, dict[str, Placement]] = {str(n.target): {} for n in graph.find_nodes(op="get_attr")}
     for axis in mesh.solving_order:
-        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).beside(chosen, stored, mesh)
+        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).with_solved_axes(chosen, stored, mesh)
         places = {
             str(n.target): _stored(draw, n, mesh.size(axis), kinds, beside) for n in graph.find_nodes(op="get_attr")
         }

@@ -41,7 +41,7 @@ class IfInput(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.gate(x)
         if mask.sum() > 0:  # here
-            y = -y
+            y = torch.dropout(y, 0.5, True)
         return self.out(y)
 
 
@@ -277,24 +277,25 @@ CASES: dict[Callable[[], nn.Module], str] = {
     WritesWeight: cannot("a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
     WritesWeightWithoutGrad: other(
         "{name} writes to its trained parameter 'gate.weight' in its forward",
-        "it reads more than the parameter's own elements, one by one",
-        "do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read",
+        "the new value of an element depends on more than its old value",
+        "change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before forward() "
+        "reads it",
         "div at test_trace_errors.py:{line}"),
     WritesInput: other("{name} writes to its input 'mask' in its forward", BUFFERS_ONLY, "do it outside forward()",
                        "mul at test_trace_errors.py:{line}"),
     WritesWithoutGrad: other("mul_ writes in place to a value that has a gradient, without grad mode",
                              "its gradient would be that of the value before the write",
                              "mul in grad mode, or on value.detach().clone()"),
-    GrowsBuffer: other("GrowsBuffer gives its buffer 'seen' another shape in its forward",
+    GrowsBuffer: other("GrowsBuffer changes the shape of its buffer 'seen' in its forward",
                        "it was of shape [1, 4], and is of shape [2, 4]",
-                       "a buffer of the largest shape from the start, written in part", ""),
+                       "create the buffer with its largest shape, and write parts of it", ""),
     KeepsTensor: other("{name} keeps a tensor from one call to the next in 'memory'",
                        "every call of the program would use the value from the trace",
                        "register_buffer('memory', ...)", ""),
     WritesTensor: cannot("the tensor 'memory' is written and is not a buffer", "register_buffer('memory', ...)", ""),
-    Counts: other("{name} computes something else in every call",
-                  "forward() leaves calls = 1, and the next call reads it",
-                  "a tensor in a buffer (register_buffer), changed by tensor operations", ""),
+    Counts: other("{name} computes something different in every call",
+                  "forward() stores calls = 1, and the next call reads it",
+                  "keep it as a tensor in a buffer (register_buffer), changed by tensor operations", ""),
     DrawsInPython: other("{name} draws random numbers from random in its forward",
                          "forward() runs once, for the trace: every step would use the numbers drawn there",
                          DRAW_OUTSIDE, ""),
@@ -390,7 +391,7 @@ class LossDecides(Base):
 
 
 def deciding_loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.mean() if output.sum() > target.sum() else -output.mean()
+    return torch.dropout(output, 0.5, True).mean() if output.sum() > target.sum() else -output.mean()
 
 
 def test_a_loss_function_that_decides_is_told_what_by():

@@ -1,14 +1,14 @@
 """Optimization problem: choose recomputation, parameter sharding and stage of each repeated block.
 
-A block has six options (three recomputation modes, with or without sharding), so there are 6 ** blocks combinations,
-times those of stage boundaries. `BlockProblem` contains the seconds and bytes of every block under every option. The
-methods of `search_methods.py` search it.
+A block has six options: three recomputation modes, each with or without parameter sharding. So the blocks have
+6 ** blocks combinations of options, and the stage boundaries multiply that number. `BlockProblem` contains the seconds
+and bytes of every block under every option. The methods of `search_methods.py` search it.
 
 With stages of `w` seconds per microbatch, a step takes `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022,
 arXiv:2201.12023, equation 2, for GPipe and 1F1B). The seconds of a microbatch include its share of once-per-step work.
 The memory of a stage is its parameters, the saved tensors of its blocks for the microbatches in flight, and the largest
-workspace of its blocks. This is an upper bound, because the workspace of a block and the saved tensors of all blocks
-coincide only for the last block of a stage.
+workspace of its blocks. This is an upper bound: only while the last block of a stage runs are the saved tensors of all
+blocks in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class BlockOption(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A repeated block `path.number`, and the range of its operators in the list of all operators."""
+    """A repeated block, such as `model.layers.3`: path `model.layers`, number 3.
+
+    Its operators are those with the indices `start` to `stop - 1` among all operators of the model.
+    """
 
     path: str
     number: int
@@ -55,7 +58,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """Choice for all blocks: the option of each block, and the first block of each stage but the first.
+    """Choice for all blocks: the option of each block, and the first block of every stage except stage 0.
 
     `options` are indices into `Blocks.options`.
     """
@@ -111,7 +114,7 @@ class BlockProblem:
 
     @property
     def kinds(self) -> np.ndarray:
-        """Index of the first block with equal costs, for every block: an array of shape [blocks]."""
+        """Array of shape [blocks]: the index of the first block whose costs equal those of this block."""
         rows = np.hstack([self.time_s, self.state_bytes, self.kept_bytes, self.temporary_bytes])
         _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         return first[kind.reshape(-1)]
@@ -182,8 +185,8 @@ class Blocks:
     """The repeated blocks of a model, with their costs under every recomputation mode.
 
     Args:
-        tables: {recomputation mode: cost table of all operators}. All tables have equal layouts.
-        setting: mesh, schedule and ZeRO stage. `zero` (0 or 3) applies to parameters outside blocks.
+        tables: {recomputation mode: cost table of all operators}. All tables are for one set of layouts.
+        setting: mesh, schedule and ZeRO stage (0 or 3). The ZeRO stage applies to parameters outside the blocks.
 
     Raises OptionError for schedules with several stages per rank, and if there are too few blocks.
     """
@@ -200,8 +203,8 @@ class Blocks:
         self.blocks = self.found["none"]
         pp = setting.mesh.size("pp")
         if len(self.blocks) < pp:
-            why = f"adjacent repeated blocks with a name: {len(self.blocks)}"
-            raise OptionError(f"nothing to choose block by block for {pp} stage{'s' * (pp > 1)}", why=why)
+            why = f"the model has {len(self.blocks)} adjacent repeated blocks with names"
+            raise OptionError(f"search_blocks needs at least one repeated block per pipeline stage (pp={pp})", why=why)
         cuts = (False, True) if setting.mesh.storing_axis is not None else (False,)
         words = [
             word for word, table in tables.items() if word == "none" or any("recompute" in at for at in table.counts)
@@ -216,15 +219,15 @@ class Blocks:
         """Build the BlockProblem for ranks with `memory_bytes` bytes of memory."""
         schedule, pp = self.setting.schedule, self.setting.mesh.size("pp")
         priced = [
-            [self._part(self._order(option, block)) for option in self.options] for block in range(len(self.blocks))
+            [self._cost_of(self._order(option, block)) for option in self.options] for block in range(len(self.blocks))
         ]
         blocks = np.array(priced)
         for i, outside in enumerate(self._outside()[1:-1]):  # operators between two blocks count to the first
-            blocks[i] += self._part(outside)
+            blocks[i] += self._cost_of(outside)
         times, states, kept, temporary = np.moveaxis(blocks, 2, 0)
         first, last = self._outside()[0], self._outside()[-1]
         ends = [[*first, *last]] if pp == 1 else [first, *[[]] * (pp - 2), last]
-        base_s, base_states, base_kept, base_temporary = np.array([self._part(order, ends) for order in ends]).T
+        base_s, base_states, base_kept, base_temporary = np.array([self._cost_of(order, ends) for order in ends]).T
         flight = np.minimum(schedule.microbatches, np.inf if schedule.name == "gpipe" else pp - np.arange(pp))
         flight = np.broadcast_to(flight, pp)
         crossing = self.priced.crossing(self._all.rows[self._order(self.options[0], len(self.blocks) - 1)[0][0]])
@@ -242,7 +245,7 @@ class Blocks:
         )  # fmt: skip
 
     def table(self, choice: BlockChoice) -> tuple[Table, tuple[int, ...]]:
-        """Return the operator cost table of the model under a choice, and the choice's stage boundaries."""
+        """Return the cost table of all operators under a choice, and the stage boundaries of the choice."""
         outside = self._outside()
         order, starts = list(outside[0]), list[int]()
         for block, option in enumerate(choice.options):
@@ -267,19 +270,20 @@ class Blocks:
         return [(first + row, path, n) for row, path, n in self.tables[option.recompute].order[run.start : run.stop]]
 
     def _outside(self) -> list[list[tuple[int, str, int]]]:
-        """Return the operators before the first block, after each block, and after the last."""
+        """Return the operators outside the blocks: before the first, between each two, and after the last."""
         order, first = self.tables["none"].order, self._first[BlockOption("none", self.outside_cut)]
         edges = [0, *(edge for block in self.blocks for edge in (block.start, block.stop)), len(order)]
         return [[(first + row, path, n) for row, path, n in order[a:b]] for a, b in list(pairwise(edges))[::2]]
 
-    def _part(
+    def _cost_of(
         self, order: Sequence[tuple[int, str, int]], ends: Sequence[Sequence[tuple[int, str, int]]] = ()
     ) -> tuple[float, float, float, float]:
         """Return the cost of some operators: seconds, and bytes of states, of saved tensors and of workspace.
 
         Args:
             order: the operators.
-            ends: operators of each stage outside blocks, to find parameters that several stages store.
+            ends: for each stage, its operators outside blocks. The gradient of a parameter that several stages use is
+                also reduced over these stages.
         """
         priced, schedule = self.priced, self.setting.schedule
         rows = np.array([row for row, _, _ in order], dtype=int)

@@ -27,9 +27,10 @@ from autopart.tuning.search import LayoutKind, Space, space_of
 
 @dataclass(frozen=True)
 class BlockSearch:
-    """Result of `search_blocks`, with its step simulated from the cost tables of the search.
+    """Result of `search_blocks`, with the simulated step of the choice.
 
-    The prediction of a plan made from it can differ slightly. `found`: the result of the search method.
+    The simulation uses the cost tables of the search. `autopart.plan` counts costs again, so its prediction can differ
+    slightly. `found`: the result of the search method.
     """
 
     blocks: Blocks = field(repr=False)
@@ -40,7 +41,7 @@ class BlockSearch:
 
     @property
     def chosen(self) -> dict[str, BlockOption]:
-        """{block name: its option}."""
+        """The chosen option of each block, by name of the block."""
         options = self.found.choice.options
         return {block.name: self.blocks.options[i] for block, i in zip(self.blocks.blocks, options, strict=True)}
 
@@ -68,7 +69,7 @@ class BlockSearch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """{option: value} that makes `autopart.plan` and `parallelize` use this choice."""
+        """Options for `autopart.plan` and `parallelize` that make them use this choice."""
         mesh, schedule = self.blocks.setting.mesh, self.blocks.setting.schedule
         options: dict[str, Any] = {
             "microbatches": schedule.microbatches,
@@ -163,14 +164,16 @@ def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: b
 
 
 def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
-    """Return the schedule, with defaults for values that are None.
+    """Return the schedule of a search.
 
-    Raises OptionError if the batch does not divide into the microbatches.
+    If `schedule` is None, it is 1F1B. If `microbatches` is None, it is 1 without pipeline stages, else the largest
+    number that divides the batch, up to four per stage. Raises OptionError if the batch does not divide into the
+    microbatches.
     """
     dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):
         parts = f"dp={dp} x microbatches={microbatches or 1}"
-        raise OptionError(f"a batch of {rows} rows cannot be cut into {parts} equal parts")
+        raise OptionError(f"a batch of {rows} samples cannot be split into {parts} equal parts")
     if pp == 1:
         return Schedule(None, microbatches or 1, 1)
     rows_per_rank = rows // dp

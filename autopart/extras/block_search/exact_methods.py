@@ -17,14 +17,14 @@ def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
     """Solve a problem by dynamic programming: exactly, except that memory is rounded.
 
     The memory limit is divided into `budget` equal units, and the memory of each block is rounded up to whole units. So
-    the result fits. It is no slower than the best choice under a limit that is smaller by one unit per block, plus one
-    unit.
+    the result always fits. It can be slower than the optimum, because rounding wastes memory: up to one unit per block,
+    and up to one more.
 
     For each stage of blocks i to j, a knapsack gives the least seconds for each number of units. Stages are chained by
     Pareto fronts of (slowest stage, sum of stages).
 
     Returns:
-        The choice (None if nothing fits), the number of evaluations, and 0.0, because no lower bound is known.
+        The choice (None if nothing fits), the number of evaluated knapsacks, and 0.0, because no lower bound is known.
     """
     fill = _Fill(problem, budget)
     num_blocks, num_stages = problem.num_blocks, problem.num_stages
@@ -77,7 +77,7 @@ class _Fill:
         size = self.problem.num_blocks + 1
         least_s = np.full((size, size), np.inf)
         for extra in self.extras:
-            room, quanta, seconds = self._under(stage, extra)
+            room, quanta, seconds = self._knapsack(stage, extra)
             if room < 0:
                 continue
             known: dict[bytes, np.ndarray] = {b"": np.zeros(room + 1)}
@@ -98,7 +98,7 @@ class _Fill:
         """Return the fastest options that fit, for the blocks `start` to `stop - 1` on a stage."""
         best: tuple[float, list[int]] = (np.inf, [])
         for extra in self.extras:
-            room, quanta, seconds = self._under(stage, extra)
+            room, quanta, seconds = self._knapsack(stage, extra)
             if room < 0:
                 continue
             value, chosen = np.zeros(room + 1), []
@@ -113,11 +113,12 @@ class _Fill:
                 best = value[-1], from_last[::-1]
         return best[1]
 
-    def _under(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the knapsack of a stage if blocks may need at most `extra` bytes of workspace.
+    def _knapsack(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return the knapsack of a stage, with only the options that need at most `extra` bytes of workspace.
 
         Returns:
-            The free units of memory, and two arrays of shape [blocks, options]: units and seconds.
+            The units of memory that blocks can use, and two arrays of shape [blocks, options]: units and seconds.
+            Excluded options have infinite seconds.
         """
         problem = self.problem
         temporary = max(extra, problem.base_temporary_bytes[stage])
@@ -127,7 +128,7 @@ class _Fill:
 
 
 def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Add a block to a dynamic program over memory, which is counted in equal units.
+    """Add a block to a dynamic program over memory. Memory is counted in equal units.
 
     Args:
         before: the least seconds without the block, for each number of units.
@@ -172,7 +173,7 @@ class _Counts:
 
     Variables:
         n[stage, run, option]: number of blocks.
-        used: 1 if a stage has any of them.
+        used[stage, run, option]: 1 if this number is not zero.
         done[stage, run]: 1 if a run has ended by the end of a stage.
         extra[stage]: largest workspace.
         slowest: seconds of the slowest stage.

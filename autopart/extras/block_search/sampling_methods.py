@@ -1,4 +1,4 @@
-"""Methods for a `BlockProblem` that only evaluate choices: evolution strategies, and a learned policy."""
+"""Sampling methods for a `BlockProblem`: evolution strategies and reinforcement learning."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Methods that search a `BlockProblem`: two exact ones, and two that sample and evaluate choices.
 
-| name | method | `budget` | evaluations |
+| name | method | unit of `budget` | unit of `evaluations` |
 |---|---|---|---|
-| `dynamic_programming` | over blocks and stages; memory is rounded to limit / `budget` | memory steps | stages filled |
+| `dynamic_programming` | over blocks and stages; memory is rounded to limit / `budget` | memory units | knapsacks |
 | `integer_programming` | HiGHS; variables: number of blocks of each kind in each stage | nodes | nodes |
 | `evolution_strategies` | zeroth-order (Salimans et al. 2017, arXiv:1703.03864) | choices | choices |
 | `reinforcement_learning` | REINFORCE (Williams 1992; Mirhoseini et al. 2017, arXiv:1706.04972) | choices | choices |
@@ -35,7 +35,7 @@ class BlockSearchResult:
         method: name of the method.
         choice: the best choice that it found.
         step_time_s: seconds of a step under the choice.
-        evaluations: see the table at the top of this file.
+        evaluations: number of evaluations; the table at the top of this file gives the unit.
         seconds: duration of the search.
         lower_bound_s: proven lower bound of the step in seconds; 0.0 if there is none.
     """
@@ -48,7 +48,7 @@ class BlockSearchResult:
     lower_bound_s: float = 0.0
 
     def gap(self, best_s: float) -> float:
-        """Return how much slower the step is than the best known step, as a share of the latter."""
+        """Return the relative difference from the fastest known step: 0.1 if this step is 10 % slower."""
         return self.step_time_s / best_s - 1
 
 
@@ -75,7 +75,7 @@ def solve(
     seconds = time.perf_counter() - start_s
     if choice is None:
         raise MemoryLimitError(
-            f"{method} finds no choice block by block that fits into {quantity(problem.memory_bytes, 'B')}",
+            f"{method} finds no options of blocks that fit into {quantity(problem.memory_bytes, 'B')}",
             hint="more stages or devices, smaller microbatches, or zero=3 for parameters outside blocks",
         )
     assert problem.fits(choice), method

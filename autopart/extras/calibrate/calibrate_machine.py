@@ -101,13 +101,13 @@ def calibrate(
     """Measure this machine as a hardware profile.
 
     It measures matrix products by size, shape and dtype, memory bandwidth, the launch of an operator and, on every
-    process of a `torchrun`, the collectives inside a node and between nodes. All ranks measure at the same time and
-    get the same figures; the first writes the profile. Use as many ranks as the predicted step has, because they share
-    memory and caches.
+    process of a `torchrun`, the collectives inside a node and between nodes. All ranks measure at the same time,
+    because they share memory and caches, and all report equal figures; the first writes the profile. Use as many ranks
+    as the steps to predict.
 
     Args:
         path: file of the profile (`.json`); then `hardware=path` names it.
-        name: name of the profile.  [default: the file's, or the device's]
+        name: name of the profile.  [default: the name of the file, or of the device]
         base: profile that supplies what cannot be measured here, such as links between nodes.
             [default: cpu-gloo on a CPU, a100-80gb-sxm on a GPU]
         quick: measure only a few sizes, once. It takes seconds and is less exact.

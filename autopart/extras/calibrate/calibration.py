@@ -27,7 +27,7 @@ Entry = dict[str, Any]
 
 
 def profile(name: str, device: Device, measurements: Sequence[Measured], date: str, base: Hardware) -> Entry:
-    """Fit a hardware profile to measurements, and return it as its file stores it.
+    """Fit a hardware profile to measurements. Return the content of the profile's file.
 
     Args:
         date: date of the measurements.
@@ -39,7 +39,7 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
     for row in measurements:
         if not row.is_held_out:
             by_kind[row.kind].append(row)
-    computed = _of_gpu(by_kind, source) if by_kind["attention"] else _computed(by_kind, source)
+    computed = _fit_cuda_graph_calls(by_kind, source) if by_kind["attention"] else _fit_timed_calls(by_kind, source)
     entries = {
         **computed,
         "memory_bytes": _entry(device.memory_bytes, "B", f"reported by {device.name}, {date}"
@@ -60,8 +60,8 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
     return {"name": name, **entries}
 
 
-def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """Fit the profile entries of a device on which the host launches operators one after another."""
+def _fit_timed_calls(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
+    """Fit the profile entries of a CPU, or of a GPU with `quick=True`. Measured times include the launch."""
     launch_s = min(row.time_s for row in by_kind["launch"])
     memory = _in_place(by_kind)
     peaks = _peaks(by_kind["matmul"])
@@ -79,7 +79,7 @@ def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
     }  # fmt: skip
 
 
-def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
+def _fit_cuda_graph_calls(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
     """Fit the profile entries of a GPU, from kernels that were recorded in CUDA graphs."""
     memory, peaks = _in_place(by_kind), _peaks(by_kind["matmul"])
     usual, launch_s = _usual(peaks), min(row.time_s for row in by_kind["launch"])
@@ -135,7 +135,7 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
     """Return the seconds that a profile predicts for a measured call."""
     if row.kind in ("matmul", "sustained", "between"):
         moved, depth = gpu_fit.operand_bytes(row, getattr(torch, row.dtype).itemsize), gpu_fit.depth(row)
-        return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, unaligned=gpu_fit.odd(row))
+        return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, unaligned=gpu_fit.misalignment(row))
     if row.kind.startswith("attention"):
         share = hardware.causal_share(row.shape[1]) if row.form == "causal" else 1.0
         return hardware.matmul_time_s(row.flops * share, 0.0, row.dtype, row.shape[2], "attention")
@@ -198,7 +198,7 @@ def _not_measured(link: str, base: Hardware) -> Entry:
 
 
 def _link(link: str, rows: Sequence[Measured], source: str) -> Entry:
-    """Fit bandwidth and latency of a link: least relative errors of the cost formulas of collectives."""
+    """Fit bandwidth and latency of a link to measured collectives, by least squares of relative errors."""
     from scipy.optimize import nnls
 
     hops, moved = zip(*(_hops_and_bytes(row) for row in rows), strict=True)

@@ -1,4 +1,4 @@
-"""Calls that are measured only on a GPU: products with the shapes of models, attention, norms, ...
+"""Calls that are measured only on a GPU: matrix products, attention, norms, optimizers and others.
 
 Each item has a description of the call (`Measured`) and a maker: a function that, for a device, creates the operands
 and returns the callable to time.
@@ -49,17 +49,17 @@ def shapes() -> list[Shape]:
         for shape in ((tokens, hidden, 3 * hidden // ranks), (tokens, hidden // ranks, hidden),
                       (tokens, hidden, 4 * hidden // ranks), (tokens, 4 * hidden // ranks, hidden))
     ]  # fmt: skip
-    skinny = [shape for size in SKINNY for shape in around(size)]
-    odd = [shape for size in ODD for shape in around(size)]
+    skinny = [shape for size in SKINNY for shape in one_dim(size)]
+    odd = [shape for size in ODD for shape in one_dim(size)]
     squares = [(size, size, size) for size in (*SKINNY, 512, 1024, 1536, 2048, 3072, *ODD, 8192)]
     heads = [(tokens, hidden, size) for tokens in TOKENS for hidden in HIDDEN[:4] for size in VOCABULARIES]
     all_shapes = dict.fromkeys([*layers, *skinny, *odd, *squares, *heads])
     return [shape for shape in all_shapes if 2 * shape[0] * shape[1] * shape[2] <= MOST_FLOPS]
 
 
-def around(size: int, usual: int = 4096) -> Iterator[Shape]:
-    """Yield three shapes of matrix products: in each, one dim is `size` and the other two are `usual`."""
-    yield from ((size, usual, usual), (usual, size, usual), (usual, usual, size))
+def one_dim(size: int, others: int = 4096) -> Iterator[Shape]:
+    """Yield the three shapes (m, k, n) in which one dim is `size` and both other dims are `others`."""
+    yield from ((size, others, others), (others, size, others), (others, others, size))
 
 
 def calls() -> Iterator[tuple[Measured, Maker]]:
@@ -69,9 +69,11 @@ def calls() -> Iterator[tuple[Measured, Maker]]:
 
 
 def between() -> Iterator[tuple[Measured, Maker, Maker]]:
-    """Yield matrix products that each follow a memory-bound operator, in which the GPU's power recovers.
+    """Yield matrix products that are each measured in alternation with a memory-bound operator.
 
-    Each item has the description of the product, the maker of the product, and the maker of the memory-bound operator.
+    Back-to-back matrix products reach the GPU's power limit, which lowers its clock. A memory-bound operator uses less
+    power. Each item has the description of the product, the maker of the product, and the maker of the memory-bound
+    operator.
     """
     for tokens in (8192, 16384):
         for hidden in (1024, 2048, 4096, 8192):
@@ -244,7 +246,7 @@ def log_softmax_backward(gradient: Tensor, out: Tensor) -> Tensor:
 
 
 def optimizers() -> Iterator[tuple[Measured, Maker]]:
-    """Yield updates of fused AdamW, of several numbers of parameters of shape 2,048 x 2,048."""
+    """Yield fused AdamW updates of several numbers of parameters, each of shape 2,048 x 2,048."""
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 8, 64):
             size, name = float(count * 2**22 * dtype.itemsize), str(dtype).removeprefix("torch.")

@@ -56,8 +56,8 @@ def last_dims(row: Measured) -> tuple[int, ...]:
     return (rows, columns) if row.form == BY_GRADIENT else (inner, columns)
 
 
-def odd(row: Measured) -> int:
-    """Return `unaligned` of the last dims of a 16-bit product's tensors; 0 in other dtypes."""
+def misalignment(row: Measured) -> int:
+    """Return the penalty for unaligned last dims of a 16-bit matrix product; 0 in other dtypes."""
     return unaligned(last_dims(row)) if row.dtype in ("bfloat16", "float16") else 0
 
 
@@ -74,15 +74,16 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
         peak: peak FLOP/s in that dtype.
         rate: memory bandwidth in bytes/s.
     Returns:
-        The reached share of peak FLOP/s, as points of a curve over the FLOPs of a product; the inner dim at which half
-        of that share is reached; and the factor of the share if last dims are not aligned.
+        Three values. The first is the efficiency curve: points (FLOPs of a product, share of peak FLOP/s). The second
+        is the inner dim at which products reach half of that share. The third is the factor by which unaligned last
+        dims reduce the share.
     """
     from scipy.optimize import minimize_scalar
 
     of_usual = [row for row in rows if row.dtype == usual]
     even = [
         row for row in of_usual
-        if not odd(row) and operand_bytes(row, 2) / rate < MOST_TRAFFIC * row.time_s
+        if not misalignment(row) and operand_bytes(row, 2) / rate < MOST_TRAFFIC * row.time_s
     ]  # fmt: skip
 
     def error(half: float) -> float:
@@ -92,7 +93,7 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 
     half = float(minimize_scalar(error, bounds=(0.0, 2000.0), method="bounded").x)
     curve = _shares(even, peak, half)
-    slowed = [row for row in of_usual if odd(row) == MOST_UNALIGNED and row.flops >= LARGE]
+    slowed = [row for row in of_usual if misalignment(row) == MOST_UNALIGNED and row.flops >= LARGE]
     left = [_predicted(row, peak, half, curve) / row.time_s for row in slowed]
     return curve, half, geometric_mean(left) if left else 1.0
 
@@ -153,7 +154,7 @@ def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[f
 def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
     """Subtract the launch overhead from the seconds of calls, but at most nine tenths of the seconds.
 
-    A small operator of a library can take less time than the measured launch.
+    The limit is needed for operators that take less time than the measured launch.
     """
     return [replace(row, time_s=max(row.time_s - launch_s, row.time_s / 10)) for row in rows]
 
@@ -171,7 +172,7 @@ def optimizer(rows: Iterable[Measured], rate: float) -> float:
 
 
 def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
-    """Return points (bytes, share of memory bandwidth) of memory-bound operators, as means over operators.
+    """Return points (bytes, share of memory bandwidth), each a mean over memory-bound operators.
 
     Args:
         rate: memory bandwidth in bytes/s.
@@ -191,7 +192,7 @@ def operand_bytes(row: Measured, itemsize: int) -> float:
 def curve(points: Iterable[Sequence[float]], most: float = math.inf) -> list[list[float]]:
     """Adjust the points (amount, share) of an efficiency curve, and return them sorted by amount.
 
-    Shares are raised, from the largest amount down, until no larger amount takes less time than a smaller one.
+    Shares are raised, from the largest amount down, so that a smaller amount never takes longer than a larger one.
     """
     found = [[amount, float(f"{min(share, most):.4g}")] for amount, share in sorted(map(tuple, points))]
     for smaller, larger in reversed([*pairwise(found)]):

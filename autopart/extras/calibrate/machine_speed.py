@@ -193,7 +193,7 @@ class Bench:
     def fresh(self, size: int) -> Callable[[], float]:
         """Return a measurement of elementwise operators that write into newly allocated memory.
 
-        They alternate between a product with a number and a sum of two tensors, which read and write 2.5 values per
+        The operators alternate: multiply a tensor by a number, add two tensors. They read and write 2.5 values per
         element on average. All results stay allocated, as in a forward.
         """
         count = 2 * max(1, min(500, self.effort.kept_bytes // size // 2))
@@ -259,7 +259,10 @@ class Bench:
                     yield Measured(kind, size_bytes=size, link=link, num_ranks=group.size()), call
 
     def collective(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
-        """Return a measurement of a collective on an array of `size` bytes, as programs run it."""
+        """Return a measurement of a collective on an array of `size` bytes.
+
+        It calls the function that partitioned programs call for this collective.
+        """
 
         def run() -> float:
             count = size // 4 // group.size() * group.size()

@@ -15,16 +15,22 @@ ISSUE = "issue"
 class Measured:
     """Seconds of one call.
 
-    `kind` is one of: `"matmul"` (a product of `shape` (m, k, n) in `dtype`); `"sustained"` (the same for seconds, on a
-    warm device); `"between"` (one of many between cheap operators); `"attention"` and `"attention backward"` (of
-    `shape` (samples x heads, tokens, head width)); `"memory"` (an operator that reads and writes `size_bytes`, into
-    new memory); `"memory in place"`; `"copy"`; `"norm"`; `"optimizer"` (AdamW's update of `size_bytes` of parameters);
-    `"launch"` (the smallest operator); `"issue"` (host time to issue one to a GPU, with its backward); or a collective
-    by its name in `autopart.cost.predict.collective_costs`, of an array of `size_bytes` on `num_ranks` ranks over a
-    `link`.
+    `kind` is one of:
 
-    `form`: a variant, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to it, so its error
-    estimates the error for unmeasured calls.
+    - `"matmul"`: a matrix product of `shape` (m, k, n) in `dtype`;
+    - `"sustained"`: a matrix product that is repeated for seconds, on a warm device;
+    - `"between"`: a matrix product that alternates with a memory-bound operator;
+    - `"attention"`, `"attention backward"`: of `shape` (samples x heads, tokens, head width);
+    - `"memory"`: an operator that reads and writes `size_bytes`, with its result in new memory;
+    - `"memory in place"`, `"copy"`, `"norm"`: other memory-bound operators of `size_bytes`;
+    - `"optimizer"`: AdamW's update of `size_bytes` of parameters;
+    - `"launch"`: the smallest operator;
+    - `"issue"`: host time to launch one GPU operator, mean over forward and backward;
+    - a collective by its name in `autopart.cost.predict.collective_costs`, of an array of `size_bytes` on `num_ranks`
+      ranks over a `link`.
+
+    `form`: a variant, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to this measurement, so
+    its error estimates the error for unmeasured calls.
     """
 
     kind: str
@@ -61,8 +67,10 @@ class Measured:
 class Device:
     """The measured device.
 
-    `local_ranks`: processes of this node that share it. `software`: versions and threads. `rank`: the reporting
-    process.
+    Attributes:
+        software: versions of the software, and the number of threads.
+        local_ranks: number of processes that share the device, all on one node.
+        rank: the process that describes the device.
     """
 
     name: str

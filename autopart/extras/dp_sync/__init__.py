@@ -1,6 +1,7 @@
 """Communication-efficient data parallelism: gradient compression and model averaging (`dp_sync=`).
 
-The core calls these two functions, in `autopart.ir.run.sync_option`.
+autopart imports this package only if the option is used, through `autopart.ir.run.sync_option`, and calls `parse` and
+`make_sync`.
 """
 
 from __future__ import annotations

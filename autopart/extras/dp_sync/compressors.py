@@ -132,7 +132,7 @@ class RepeatedCompressor(Compressor):
 
 
 def compressor_of(method: Method) -> Compressor:
-    """Return the compressor of a method."""
+    """Create the compressor of a `dp_sync` method."""
     if method.name == "double_squeeze":
         return compressor_of(method.compressor)
     if method.name == "neolithic":

@@ -25,7 +25,7 @@ from autopart.extras.dp_sync.sync_options import HOOK, DpSync, Method
 from autopart.extras.dp_sync.transports import GroupTransport
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.run.buckets import alike
+from autopart.ir.run.buckets import bucket_by_kind
 from autopart.ir.sharding import DimSharding
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.runtime.comm.process_mesh import Process
@@ -42,7 +42,8 @@ class DataSync(GradientSync):
         updates: number of steps of the attached optimizer so far.
         state: state of the methods.
         stored: {name: this rank's parameter}.
-        parameters: like `stored`, but with the entries of `unsharded` in place of sharded parameters.
+        parameters: like `stored`, but a sharded parameter is replaced by an unsharded one without storage, whose
+            `.grad` is the full gradient.
     """
 
     methods: dict[str, Method]
@@ -115,23 +116,26 @@ class DataSync(GradientSync):
     def check_optimizer_attached(self) -> None:
         if self.changes_models and not self.is_attached and self.steps:
             raise UsageError(
-                f"dp_sync='{self.sync}' and no optimizer is attached",
-                why="every data rank has its own model; the method averages the models after the optimizer's step",
-                hint="pm.attach(optimizer), once, before the first step",
+                f"dp_sync='{self.sync}' needs an attached optimizer",
+                why="every data rank has its own model, and the method averages the models after the optimizer's step",
+                hint="call pm.attach(optimizer) once, before the first step",
             )
 
-    def check_gradients(self, asked: str) -> None:
+    def check_gradients(self, call: str) -> None:
         if self.changes_models:
-            raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has its own model, and "
-                             "the gradient of its local batch", hint="p.grad of this rank's parameters")  # fmt: skip
+            raise UsageError(
+                f"{call} is not available with dp_sync='{self.sync}'",
+                why="every data rank has its own model, and its gradients are those of its local batch",
+                hint="p.grad of this rank's parameters",
+            )
 
     def problem(self, in_step: bool) -> UsageError | None:
         has_own_backward = not in_step and "pp" not in self.process.groups
         for name in self.methods if has_own_backward else ():
             if self.stored[name]._backward_hooks or self.stored[name]._post_accumulate_grad_hooks:
                 return UsageError(
-                    f"'{name}' has a hook on its gradient, with dp_sync='{self.sync}' and your own backward",
-                    why="ranks synchronise gradients when the backward has ended, and the hook would run before",
+                    f"the gradient hook of '{name}' cannot run with dp_sync='{self.sync}' and your own backward()",
+                    why="ranks synchronise gradients after the backward, and the hook would run before that",
                     hint="pm.step(**batch), which gives hooks complete gradients; or change p.grad before "
                     "optimizer.step()",
                 )
@@ -220,16 +224,16 @@ class DataSync(GradientSync):
     def _buckets(self) -> list[tuple[Method, Sequence[str]]]:
         """Return the parameters whose gradients are synchronised together: (method, names) of each bucket.
 
-        A bucket has one method and one dtype. A parameter that has state but no gradient counts as zero. A hook gets
-        all parameters at once, the last parameter first, as in DDP.
+        A bucket has one method and one dtype. A parameter without a gradient is included if it has state; its gradient
+        is zero. A hook gets all parameters at once, the last parameter first, as in DDP.
         """
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
         buckets = list[tuple[Method, Sequence[str]]]()
-        for names in alike(candidates, self.methods, most_bytes=None):
+        for names in bucket_by_kind(candidates, self.methods, most_bytes=None):
             method = self.methods[names[0]]
             is_hook = method == HOOK or method.name == "powersgd"
-            chunks = [names[::-1]] if is_hook else alike({name: candidates[name] for name in names})
+            chunks = [names[::-1]] if is_hook else bucket_by_kind({name: candidates[name] for name in names})
             buckets += [(method, chunk) for chunk in chunks]
         return buckets
 
@@ -238,7 +242,7 @@ class DataSync(GradientSync):
         if self.wire is None:
             return set()
         parameters, names = self._parameters_with_method(), set[str]()
-        for row in alike(parameters, self.methods):
+        for row in bucket_by_kind(parameters, self.methods):
             server_of = servers(
                 self.methods[row[0]], {name: parameters[name].numel() for name in row}, self.wire.num_ranks
             )
@@ -256,8 +260,10 @@ class DataSync(GradientSync):
         Raises UsageError for a second optimizer.
         """
         if self.is_attached:
-            raise UsageError("attach() of a second optimizer", why="replicas would be averaged twice",
-                             hint="one optimizer for all parameters")  # fmt: skip
+            raise UsageError(
+                "attach() is called for a second optimizer", why="replicas would be averaged twice",
+                hint="pass all parameters to one optimizer",
+            )  # fmt: skip
         self.is_attached = True
         optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
@@ -283,27 +289,29 @@ class DataSync(GradientSync):
 
     def _same_dtype_buckets(self) -> list[dict[str, Tensor]]:
         parameters = self._parameters_with_method()
-        return [{name: parameters[name] for name in row} for row in alike(parameters)]
+        return [{name: parameters[name] for name in row} for row in bucket_by_kind(parameters)]
 
     @torch.no_grad()
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self.changes_models or self.wire is None:
             return dict(values)
         replicated = {name: values[name].detach() for name in self.methods if name in values}
-        rows = [{name: replicated[name] for name in row} for row in alike(replicated, most_bytes=None)]
+        rows = [{name: replicated[name] for name in row} for row in bucket_by_kind(replicated, most_bytes=None)]
         return dict(values) | {name: value for row in rows for name, value in means([row], self.wire)[0].items()}
 
     # --- Hooks and checkpoints
 
     def register_hook(self, program: Program, parameters: Mapping[str, Tensor], state: Any, hook: Hook) -> Program:
-        """Register the user's communication hook as the method of every parameter. Return the new program.
+        """Make the user's communication hook the method of every parameter. Return the changed program.
 
-        Raises UsageError or OptionError if a partitioned model cannot run the hook, or if the program excludes hooks.
+        Raises UsageError or OptionError if the hook cannot reduce the gradients of this program.
         """
         check_hook(hook)
         if self.hook is not None:
-            raise UsageError("a second communication hook", why="each would reduce the gradients",
-                             hint="one hook that does both")  # fmt: skip
+            raise UsageError(
+                "a communication hook is registered already", why="both hooks would reduce the gradients",
+                hint="register one hook that does both",
+            )  # fmt: skip
         check_hookable(program)
         axis = program.mesh.along("rows")[0]
         hooked = {name: replace(stored, method=HOOK if axis in stored.grad_axes else None)
@@ -324,4 +332,4 @@ class DataSync(GradientSync):
 
 
 def _in_buckets(parts: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
-    return [{name: parts[name] for name in row} for row in alike(parts)]
+    return [{name: parts[name] for name in row} for row in bucket_by_kind(parts)]

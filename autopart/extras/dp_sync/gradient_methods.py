@@ -1,9 +1,11 @@
 """Methods that change gradients only: every data rank ends with bitwise identical gradients.
 
-The input of a rank is its partial gradient, so `"all_reduce"` returns the exact sum over ranks. In the papers, a rank
-has the mean gradient of its own samples, which is n times the partial gradient, and the method returns the mean over
-ranks. Both are equal, because all compressors here scale with their input. Partial gradients avoid the rounding of the
-factor n. `State` contains what a method stores for a parameter on a rank, in units of partial gradients.
+A method gets the partial gradient of each rank and returns the sum over ranks; `"all_reduce"` returns the exact sum.
+The papers instead use the mean gradient of a rank's own samples, which is n times the partial gradient on n ranks, and
+return the mean over ranks. The sum and the mean are equal, because the output of all compressors here scales with the
+input. Partial gradients avoid the rounding of the factor n.
+
+`State` is the memory of a method on a rank, such as compression errors, in units of partial gradients.
 """
 
 from __future__ import annotations
@@ -219,7 +221,7 @@ def _gather_answers(
 ) -> list[dict[str, Tensor]]:  # fmt: skip
     """Gather the compressed sums of all servers on every rank, and return the decoded sums.
 
-    They are padded to the longest. Their lengths are similar.
+    Before the all-gather, every server pads its sums to the length of the longest. Servers have similar lengths.
     """
     names = [[name for name in gradients[0] if server_of[name] == server] for server in range(wire.num_ranks)]
     like = gradients[0]

@@ -4,15 +4,19 @@ With `n` ranks, a gradient or model of `S` bytes, and `C` bytes of its compresse
 
 | method | exchanges | passes over `S` | state |
 |---|---|---|---|
-| parameter_server | a rank receives and sends `(n - 1) S`, one after the other | 2 | 0 |
+| parameter_server | the server receives, then sends `(n - 1) S` | 2 | 0 |
 | qsgd | all-gather of `n C` | 3 + n | 0 |
 | top_k, sign | all-gather of `n C` | 6 + n | S |
-| ef21, ef21_sgdm | all-gather of `n C` | 8 + n | 2 S, 3 S |
-| double_squeeze, neolithic | all-to-all of `n C`, all-gather of `C` | 10, 10 a round | S + S/n |
-| powersgd | three all-reduces: of both factors, and of what is not compressed | 10 | S + factors |
-| gossip, exact_diffusion | a send of `S` to every neighbour | 2 and one a neighbour | 0, S |
-| gradient_tracking | a send of `2 S` to every neighbour | 2 and one a neighbour | 2 S |
-| local, diloco | an all-reduce of `S` every `every` steps | 2, 8 in such a step | 0, 2 S |
+| ef21 | all-gather of `n C` | 8 + n | 2 S |
+| ef21_sgdm | all-gather of `n C` | 8 + n | 3 S |
+| double_squeeze | all-to-all of `n C`, all-gather of `C` | 10 | S + S/n |
+| neolithic | all-to-all of `n C`, all-gather of `C` | 10 per round | S + S/n |
+| powersgd | three all-reduces: of both factors, and of uncompressed parameters | 10 | S + factors |
+| gossip | a send of `S` to every neighbour | 2, and 1 per neighbour | 0 |
+| exact_diffusion | a send of `S` to every neighbour | 2, and 1 per neighbour | S |
+| gradient_tracking | a send of `2 S` to every neighbour | 2, and 1 per neighbour | 2 S |
+| local | an all-reduce of `S` every `every` steps | 2 in such a step | 0 |
+| diloco | an all-reduce of `S` every `every` steps | 8 in such a step | 2 S |
 
 A pass is a read or a write of `S` bytes by the runtime (`data_sync.py`). Periodic averaging of gossip adds an
 all-reduce of `S` every `every` steps. Sources: Patarasuk and Yuan 2009 for the bytes of a ring all-reduce; Yuan's
@@ -82,12 +86,12 @@ def factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[in
 
 
 def exchanges(method: Method, of: MethodParameters, num_ranks: Any, several: int) -> list[Exchange]:
-    """Return the collectives of a step on two or more ranks.
+    """Return the collectives of a step, for two or more ranks.
 
     Args:
         of: bytes of the parameters that the method synchronises.
-        num_ranks: number of ranks; like all sizes, it can be a sympy expression.
-        several: number of ranks as an integer, to count the neighbours on a gossip graph.
+        num_ranks: number of ranks, an integer or a sympy expression. Bytes can be sympy expressions as well.
+        several: number of ranks as an integer. It determines the number of neighbours on a gossip graph.
     """
     size, sent = of.size_bytes, of.made_bytes
     if method.name == "parameter_server":

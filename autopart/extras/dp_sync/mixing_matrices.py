@@ -1,8 +1,8 @@
 """Doubly stochastic mixing matrices of gossip, by row.
 
-Row i of a matrix is ((rank, weight), ...) in rank order: the values that rank i averages. Sources of the exponential
-graphs: Assran et al. 2019 (arXiv:1811.10792) and Ying et al. 2021 (arXiv:2110.13363); of the Metropolis weights of the
-grid: Xiao and Boyd 2004.
+Row i of a matrix is ((rank, weight), ...) in rank order: rank i computes the weighted average of the values of these
+ranks. Sources of the exponential graphs: Assran et al. 2019 (arXiv:1811.10792) and Ying et al. 2021 (arXiv:2110.13363).
+Source of the grid's Metropolis weights: Xiao and Boyd 2004.
 """
 
 from __future__ import annotations

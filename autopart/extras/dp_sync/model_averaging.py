@@ -1,7 +1,8 @@
-"""Methods of models: every data rank has its own model, averaged before or after an optimizer step.
+"""`dp_sync` methods that average models: every data rank trains its own replica.
 
-Each method is one function of all replicas in this process: one replica per process, or all replicas in a single
-process. `State` is that of `gradient_methods.py`. Parameters are changed in place.
+A method averages the replicas before or after an optimizer step, and changes parameters in place. Each method is one
+function of all replicas in this process: one replica per process, or all replicas in a single process. The state of
+methods has the type `State` of `gradient_methods.py`.
 """
 
 from __future__ import annotations

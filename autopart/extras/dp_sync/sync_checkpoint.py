@@ -1,9 +1,9 @@
 """State of `dp_sync` methods as tensors that a distributed checkpoint saves and loads on any mesh.
 
 State that differs between data ranks becomes a full tensor of shape [data ranks, *the parameter's shape]. State of
-gradient methods is saved in the units of the papers: gradients of the mean over a rank's samples. If another number of
-data ranks loads the state, each rank takes the mean over all saved ranks. The convergence proofs of these methods need
-only that mean (with error feedback e, the mean of x - e is unchanged).
+gradient methods is saved in the units of the papers, the mean gradient of a rank's samples, not in units of partial
+gradients. If the number of data ranks changes, each rank loads the mean over all saved ranks. The convergence proofs of
+these methods need only that mean (with error feedback e, the mean of x - e is unchanged).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
         parameter = sync.parameters[name]
         for kind in OWN.get(method.name, ()):
             value = (
-                parameter.detach() if kind == "replica" else _state_or_zeros(sync, name, kind) * _units(method, ranks)
+                parameter.detach()
+                if kind == "replica"
+                else _state_or_zeros(sync, name, kind) * _to_mean_gradient(method, ranks)
             )
             entries[f"{name}.{kind}"] = _as_rank_shard(sync, name, value.view(parameter.shape), data_ranks)
         for kind in (*ALIKE.get(method.name, ()), *(SERVED.get(method.name, ()) if name in served else ())):
@@ -68,8 +70,8 @@ def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
     missing = [key for key in expected if key not in saved and not key.startswith("powersgd.")]
     if missing:
         raise CheckpointError(
-            f"dp_sync's state has no '{missing[0]}'", why=f"the method needs it (dp_sync='{sync.sync}')",
-            hint="the state of a run with the same dp_sync, or no state at all: then methods start without one",
+            f"the dp_sync state to load has no '{missing[0]}'", why=f"dp_sync='{sync.sync}' needs it",
+            hint="load the state of a run with the same dp_sync, or load none: methods then start from a new state",
         )  # fmt: skip
     sync.steps, sync.updates = int(saved["steps"]), int(saved["updates"])
     sync.state = {}
@@ -81,7 +83,7 @@ def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
                 with torch.no_grad():
                     parameter.copy_(value)
             elif saved["begun"]:
-                sync.state.setdefault(name, {})[kind] = (value / _units(method, ranks)).reshape(-1).clone()
+                sync.state.setdefault(name, {})[kind] = (value / _to_mean_gradient(method, ranks)).reshape(-1).clone()
         for kind in (*ALIKE.get(method.name, ()), *SERVED.get(method.name, ())):
             if saved["begun"] and f"{name}.{kind}" in expected:
                 value = to_plain(saved[f"{name}.{kind}"])
@@ -99,15 +101,16 @@ def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -
             assert sync.wire is not None
             if saved_ranks != sync.wire.num_ranks:
                 raise CheckpointError(
-                    f"the state of PowerSGD on {sync.wire.num_ranks} data ranks", why=f"it was saved on {saved_ranks}, "
-                    "and torch's state cannot be combined", hint="the same number of data ranks, or no PowerSGD state",
-                )  # fmt: skip
+                    f"PowerSGD state of {saved_ranks} data ranks cannot be loaded on {sync.wire.num_ranks} data ranks",
+                    why="torch's PowerSGD state cannot be redistributed",
+                    hint="use the same number of data ranks, or load no PowerSGD state",
+                )
             state.process_group = sync.wire.group  # pickling drops the group
             sync.powersgd[state.matrix_approximation_rank] = state
 
 
-def _units(method: Method, ranks: int) -> int:
-    """Return the factor between partial gradients and the gradients of the papers (means over a rank)."""
+def _to_mean_gradient(method: Method, ranks: int) -> int:
+    """Return the factor from a partial gradient to the mean gradient of a rank; 1 for methods of models."""
     return ranks if method.changes == "gradients" else 1
 
 
@@ -117,11 +120,11 @@ def _state_or_zeros(sync: DataSync, name: str, kind: str) -> Tensor:
 
 
 def _as_shard(sync: DataSync, name: str, value: Tensor) -> Tensor:
-    return ShardTensor(value.clone(), _shard_place(sync, name))
+    return ShardTensor(value.clone(), _state_offsets(sync, name))
 
 
-def _shard_place(sync: DataSync, name: str) -> ShardOffsets:
-    """Return the offsets of the shard of a parameter for which a method has state on this rank."""
+def _state_offsets(sync: DataSync, name: str) -> ShardOffsets:
+    """Return where this rank's state of a parameter is in the full tensor, as offsets of a shard."""
     owner = shard_info_of(sync.stored[name])
     assert owner is not None
     return shard_offsets_of(replace(owner, stored=sync.layouts[name]))
@@ -131,11 +134,11 @@ def _as_rank_shard(sync: DataSync, name: str, value: Tensor, data_ranks: int | N
     """Return this data rank's value as a shard of the full tensor [data ranks, *the parameter's shape].
 
     Args:
-        data_ranks: number of data ranks that saved the checkpoint to load. If it differs from the current number, a
-            buffer for the values of all saved ranks is returned.
+        data_ranks: number of data ranks that saved the checkpoint to load; None to save one. If it differs from the
+            current number, the result is an empty buffer that receives the values of all saved ranks.
     """
     assert sync.wire is not None
-    place, ranks = _shard_place(sync, name), sync.wire.num_ranks
+    place, ranks = _state_offsets(sync, name), sync.wire.num_ranks
     assert place.spans is not None
     if data_ranks is not None and data_ranks != ranks:
         buffer = value.new_zeros(data_ranks, *value.shape)
@@ -152,7 +155,10 @@ def _local_value(saved: Any, key: str, parameter: Tensor) -> Tensor:
     value = to_plain(saved)
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[1:] != parameter.shape:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise CheckpointError(f"'{key}' of dp_sync's state is {shape}", why="this rank's is [data ranks, "
-                              f"*{list(parameter.shape)}]", hint="torch.distributed.checkpoint into "
-                              "pm.dp_sync_state_dict(data_ranks=...) of the run that was saved")  # fmt: skip
+        raise CheckpointError(
+            f"'{key}' in the dp_sync state to load does not fit: {shape}",
+            why=f"this rank needs a tensor of shape [data ranks, *{list(parameter.shape)}]",
+            hint="load it with torch.distributed.checkpoint into pm.dp_sync_state_dict(data_ranks=n), n of the "
+            "saved run",
+        )
     return value.to(parameter.device).mean(0)

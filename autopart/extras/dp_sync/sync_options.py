@@ -11,9 +11,9 @@ dp_sync = "gossip:ring"  # every rank has its own model, averaged with its neigh
 Methods of *gradients* change only `.grad`: model replicas stay bitwise identical. With methods of *models* every data
 rank has its own parameters, which the method averages after the optimizer step (`pm.attach(optimizer)`).
 
-The method runs over `dp`. On a mesh that also has `dpr`, it runs over `dpr`, and gradients are all-reduced over `dp`:
-exact within a node, the method between nodes (`across="node"` requires this). With `zero=1` methods of gradients get
-unsharded gradients and work as without ZeRO.
+The method runs over `dp`. If the mesh also has `dpr`, gradients are all-reduced exactly over `dp` (within a node), and
+the method runs over `dpr` (between nodes). `across="node"` requires a mesh with `dpr`. With `zero=1`, methods of
+gradients get unsharded gradients, so they work as without ZeRO.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Method:
         try:
             return dict(object.__getattribute__(self, "numbers"))[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
 
     def __str__(self) -> str:
         defaults = METHODS[self.name].takes
@@ -155,8 +155,10 @@ class Method:
         defaults = _kind_of(name).takes
         for key in numbers:
             if key not in defaults:
-                raise OptionError(f"dp_sync '{name}' has no {key}", why=f"it takes {', '.join(defaults) or 'nothing'}",
-                                  hint=FORM)  # fmt: skip
+                raise OptionError(
+                    f"dp_sync '{name}' has no parameter '{key}'",
+                    why=f"its parameters are {', '.join(defaults)}" if defaults else "it has no parameters", hint=FORM,
+                )  # fmt: skip
         complete = {**defaults, **numbers}
         return Method(name, tuple((key, _checked(name, key, value)) for key, value in complete.items()))
 
@@ -198,15 +200,19 @@ def _checked(name: str, key: str, value: Any) -> Any:
         return method
     if key == "graph":
         if value not in GRAPHS:
-            raise OptionError(f"dp_sync '{name}' has no graph '{value}'", why=f"the graphs are {', '.join(GRAPHS)}",
-                              hint=f"dp_sync='{name}:ring'")  # fmt: skip
+            raise OptionError(
+                f"dp_sync '{name}' has no graph '{value}'", why=f"the graphs are {', '.join(GRAPHS)}",
+                hint=f"dp_sync='{name}:ring'",
+            )  # fmt: skip
         return value
     type_, is_valid, requirement = _NUMBERS[key]
     if key == "every" and METHODS[name].takes[key] is None:
         is_valid, requirement = (lambda every: every >= 1), "a number of optimizer steps from 1"
     number = _read(type_, value)
     if number is None or not is_valid(number):
-        raise OptionError(f"dp_sync '{name}' with {key}={value}", why=f"it is {requirement}", hint=FORM)
+        raise OptionError(
+            f"dp_sync '{name}': {key}={value} is not valid", why=f"{key} must be {requirement}", hint=FORM
+        )
     return number
 
 
@@ -255,7 +261,7 @@ class DpSync:
         if isinstance(dp_sync, str):
             rows = [part.partition("=") for part in re.split(r",(?=[^,]*=)", dp_sync)]
             if len(rows) == 1 and not rows[0][1]:
-                return _complete(DpSync(Method.parse(dp_sync)))
+                return _checked_combination(DpSync(Method.parse(dp_sync)))
             dp_sync = {"only": {name.strip(): method.strip() for name, _, method in rows}}
         if not isinstance(dp_sync, Mapping) or not dp_sync:
             raise OptionError(f"unknown dp_sync={dp_sync!r}", hint=FORM)
@@ -269,13 +275,13 @@ class DpSync:
         named = [(name, parsed) for name, parsed in named if name != "*"]
         from_step, seed = _read(int, dp_sync.get("from_step", 0)), _read(int, dp_sync.get("seed", 0))
         if from_step is None or from_step < 0 or seed is None:
-            raise OptionError("dp_sync from_step and seed are integers", hint="{'strategy': ..., 'from_step': 100}")
+            raise OptionError("dp_sync from_step and seed must be integers", hint="{'strategy': ..., 'from_step': 100}")
         across = dp_sync.get("across", "all")
         if across not in ("all", "node"):
             raise OptionError(
                 f"dp_sync across={across!r} is unknown", hint="'all' data ranks, or 'node': between nodes"
             )
-        return _complete(DpSync(method, tuple(named), across, from_step, seed))
+        return _checked_combination(DpSync(method, tuple(named), across, from_step, seed))
 
     def as_data(self) -> dict[str, Any]:
         """Return a mapping that `parse` reads, as plans store it."""
@@ -340,15 +346,18 @@ class DpSync:
                 )  # fmt: skip
 
 
-def _complete(sync: DpSync) -> DpSync:
-    """Return `sync` unchanged if its methods can be combined. Raises OptionError if they cannot."""
+def _checked_combination(sync: DpSync) -> DpSync:
+    """Return `sync`. Raise OptionError if its methods or options exclude each other."""
     if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
         raise OptionError(
-            f"dp_sync='{sync}' mixes methods of models and of gradients",
-            why="a method of models applies to all parameters: every data rank has its own model",
+            f"dp_sync='{sync}' combines a method that averages models with other methods",
+            why="a method that averages models applies to all parameters: every data rank has its own model",
             hint=f"dp_sync='{sync.method}'",
         )
     if sync.changes_models and sync.from_step:
-        raise OptionError(f"dp_sync='{sync}' with from_step={sync.from_step}", why="replicas differ from the first "
-                          "step on", hint="train the first steps with dp_sync='all_reduce'")  # fmt: skip
+        raise OptionError(
+            f"dp_sync='{sync}' cannot begin at from_step={sync.from_step}",
+            why="if a method averages models, the replicas differ from the first step on",
+            hint="train the first steps with dp_sync='all_reduce'",
+        )
     return sync

@@ -1,6 +1,6 @@
 """Transports of `dp_sync` messages: a process group, or lists if all ranks are in one process.
 
-A method is written once, as a function of lists with one entry for each rank that this process runs.
+Each method is one function for both transports. Its arguments are lists with one entry per rank of this process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Weights = Sequence[tuple[int, float]]
 
 
 class SyncTransport(Protocol):
-    """Transport between the `num_ranks` data ranks of a method. This process runs the ranks `here`.
+    """Transport between the `num_ranks` data ranks of a method.
 
-    All methods are collective. They take and return lists with one entry per local rank.
+    `here`: the ranks that run in this process, the local ranks. All methods of this class are collective. They take and
+    return lists with one entry per local rank.
     """
 
     num_ranks: int

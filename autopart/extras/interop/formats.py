@@ -92,7 +92,7 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
     for path, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             place = Placement.parse(plan.placement_text(first[id(parameter)], "tp"))
-            _check_sayable(plan, f"{path}.{parameter_name}", module, parameter_name, tuple(parameter.shape), place)
+            _check_expressible(plan, f"{path}.{parameter_name}", module, parameter_name, tuple(parameter.shape), place)
             if parameter_name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
                 row = place.dim == (1 if isinstance(module, nn.Linear) else 0)
                 roles[path] = (ROW if row else COLUMN) if place.is_shard else WHOLE
@@ -100,11 +100,11 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
     if plan.axes_in_parts:
         over = plan.axes_in_parts[0]
         warnings.warn(f"the format has no ZeRO sharding over {over}: apply fully_shard yourself", stacklevel=4)
-    kept = _kept_in_shards(roles)
+    kept = _with_sharded_output(roles)
     return {path: GATHERED if role == COLUMN and path not in kept else role for path, role in roles.items()}
 
 
-def _check_sayable(
+def _check_expressible(
     plan: Plan, name: str, module: nn.Module, parameter_name: str, sizes: tuple[int, ...], place: Placement
 ) -> None:
     """Raise LayoutError for a stored layout that is neither column- nor row-parallel."""
@@ -113,14 +113,14 @@ def _check_sayable(
     size, tp = sizes[place.dim], plan.mesh.get("tp", 1)
     why = ""
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        why = f"it is of a {type(module).__name__}; the format speaks of nn.Linear and nn.Embedding"
+        why = f"it belongs to a {type(module).__name__}, and the format only describes nn.Linear and nn.Embedding"
     elif place.sections:
-        why = "the format does not cut a fused projection section by section"
+        why = "the format does not shard the sections of a fused projection separately"
     elif size % tp:
         why = f"{size} is not a multiple of tp={tp}, and the format has no shards of unequal sizes"
     if why:
         raise LayoutError(
-            f"the format cannot express '{pattern_of(name)}' as {place}", why=why,
+            f"the format cannot express the layout {place} of '{pattern_of(name)}'", why=why,
             where=plan.where("parameters", pattern_of(name)),
             hint=f"a plan with pins={{'{pattern_of(name)}': {{'tp': 'R'}}}}",
         )  # fmt: skip
@@ -139,11 +139,12 @@ def _check_collectives(plan: Plan) -> None:
                 f"the format cannot express the {other[0]} in {row.where}",
                 why="it only describes column-parallel modules followed by row-parallel ones",
                 where=plan.where("collectives", row.where),
-                hint=f"a plan with pins={{'{row.where}': {{'tp': 'R'}}}}, or for the modules around it",
+                hint=f"a plan with pins={{'{row.where}': {{'tp': 'R'}}}}, or such pins for the modules before and "
+                f"after it",
             )  # fmt: skip
 
 
-def _kept_in_shards(roles: Mapping[str, str]) -> set[str]:
+def _with_sharded_output(roles: Mapping[str, str]) -> set[str]:
     """Return the column-parallel modules whose output stays sharded for the next row-parallel module.
 
     Other column-parallel modules can be between the two.
@@ -171,7 +172,11 @@ def _block(path: str) -> str:
 
 
 def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
-    """Return {name pattern: role of the modules}; modules with different roles are named in full."""
+    """Return {name pattern: role of the modules}.
+
+    If modules of one pattern have different roles, the dict has their full names instead of the pattern. Raises
+    LayoutError if the format does not support full names.
+    """
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     for path, role in roles.items():
         groups[pattern_of(path)][path] = role
@@ -205,12 +210,12 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
     _note_gathered(plan, roles)
     kinds = {pattern_of(path): type(model.get_submodule(path)) for path in modules}
     kind = {pattern: nn.Linear if issubclass(kinds[pattern], nn.Linear) else nn.Embedding for pattern in roles}
-    styles = {pattern: _STYLES[kind[pattern], _gather(kind[pattern], role)] for pattern, role in roles.items()}
+    styles = {pattern: _STYLES[kind[pattern], _format_role(kind[pattern], role)] for pattern, role in roles.items()}
     return styles | {path: "replicated_with_grad_allreduce" for path in _norms_of_shards(plan, model)}
 
 
-def _gather(kind: type, role: str) -> str:
-    """Return the role, but COLUMN for a GATHERED embedding, because the format always gathers its output."""
+def _format_role(kind: type, role: str) -> str:
+    """Return the role to write for a module. The format always gathers the output of a COLUMN embedding."""
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 
 
@@ -240,7 +245,10 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 
 def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
-    """Return name patterns of modules with replicated parameters and sharded inputs (a norm per head)."""
+    """Return name patterns of modules whose parameters are replicated and whose inputs are sharded.
+
+    An example is a norm of each head.
+    """
     patterns: dict[str, None] = {}
     for path, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -277,10 +285,10 @@ def stage_modules(plan: Plan) -> list[str]:
             )
             raise StageError(
                 f"the format cannot express that stage {stage['stage']} begins with '{stage['first']}'",
-                why="this is inside a module; in the format, stages begin with modules",
+                why="it is inside a module, and in this format stages begin with modules",
                 where=plan.where("cuts", stage["first"]),
                 hint=f"a plan with pins={{'stages': {{'together': [['{layers}']]}}}}",
-            )  # fmt: skip
+            )
         modules.append(begins[0])
     return modules
 
@@ -388,9 +396,10 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     for name, style in given.items():
         if type(style).__name__ == "SplitPoint":
             if style.name != "BEGINNING":
-                why = "a pin says where a stage begins"
                 raise OptionError(
-                    f"'{name}' has {style}", why=why, hint="SplitPoint.BEGINNING of the module that follows"
+                    f"{style} of '{name}' cannot be read as a pin",
+                    why="a pin names the operator or module with which a stage begins",
+                    hint="SplitPoint.BEGINNING of the module that follows",
                 )
             cuts.append(name)
             continue
@@ -398,8 +407,9 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         if place is None:
             known = ", ".join(_WEIGHTS)
             raise OptionError(
-                f"'{name}' has the style {style!r}", why="it describes more than the layout of a weight", hint=known
-            )
+                f"the style {style!r} of '{name}' cannot be read as a pin",
+                why="it describes more than the layout of a weight", hint=known,
+            )  # fmt: skip
         pins[f"{name}.weight"] = {"tp": str(place)}
     return {**pins, **({"stages": {"cut_before": cuts}} if cuts else {})}
 

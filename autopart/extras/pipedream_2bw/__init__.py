@@ -1,6 +1,7 @@
 """Pipeline schedule without a flush between batches (PipeDream-2BW, `schedule="1f1b_2bw"`).
 
-The core calls these two functions, found by `autopart.ir.run.schedules.schedule_extra`.
+`autopart.ir.run.schedules.schedule_extra` returns this package for that schedule. autopart then calls `check_program`
+and `make_batches`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["check_program", "make_batches"]
 
 
 def make_batches(schedule: str, process: Process, parameters: Mapping[str, Tensor]) -> InFlight:
-    """Create the object that runs steps with a batch in flight; no batch is in flight yet."""
+    """Create the state of the schedule, which runs the steps. At first, no batch is in flight."""
     from autopart.extras.pipedream_2bw.batches_in_flight import InFlight  # not for a plan
 
     return InFlight(schedule, process, parameters)

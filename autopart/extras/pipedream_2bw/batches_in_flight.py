@@ -32,7 +32,7 @@ from autopart.runtime.gradients.step_reduction import accumulate_earlier, sync_t
 from autopart.runtime.overlapped_batches import OverlappedBatches
 from autopart.runtime.pipeline_stages import Pipeline
 from autopart.runtime.training.backward_hooks import defer_hooks
-from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
+from autopart.runtime.training.loss_scaling import LossScaling, explain_missing_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by
 
 
@@ -77,7 +77,8 @@ class WeightVersions:
 class StageExchange:
     """Sends and receives between neighbouring stages.
 
-    A rank waits for a receive when it starts it. It waits for a send only after it has started the next send.
+    A rank waits for a receive as soon as it has started the receive. It waits for a send only after it has started the
+    next send.
     """
 
     def __init__(self) -> None:
@@ -102,10 +103,9 @@ class StageExchange:
         self.receive(())
 
     def _begin(self, receives: Sequence[dist.P2POp]) -> list[dist.Work]:
-        """Start the pending sends and these receives. Return the work objects that the caller must wait for.
+        """Start the pending sends and these receives. Return the work objects of the receives.
 
-        They are those of the receives. If the backend returns one work object for all (nccl), it is that one. Sends are
-        otherwise waited for later.
+        Sends are waited for later. If the backend returns one work object for all transfers (NCCL), return that object.
         """
         sends, self.unsent = self.unsent, []
         works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
@@ -208,7 +208,10 @@ class BatchInFlight:
 
 
 class InFlight(OverlappedBatches):
-    """The batch in flight under "1f1b_2bw", and the finished batch whose gradients are not in `.grad` yet."""
+    """State of "1f1b_2bw".
+
+    It has the batch in flight, and a finished batch whose gradients are not in `.grad` yet.
+    """
 
     def __init__(self, schedule: str, process: Process, parameters: Mapping[str, Tensor]):
         super().__init__(schedule, process, parameters)
@@ -227,8 +230,9 @@ class InFlight(OverlappedBatches):
     def step(self, pair: ExecutablePair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
         """Start a batch, finish the previous batch, and add the gradients of the previous batch to `.grad`.
 
-        Returns the loss of the previous batch, NaN if there is none. Raises InputError if the ranks were called
-        differently. Then the previous batch is finished, and the next call stores its gradients.
+        Returns the loss of the previous batch, NaN if there is none. Raises InputError if ranks pass different
+        arguments. The previous batch is finished before the error is raised, and the next call adds its gradients to
+        `.grad`.
         """
         if self.batch is not None and self.batch.pair is not pair:
             self.drain()
@@ -262,19 +266,23 @@ class InFlight(OverlappedBatches):
         """Raise UsageError if a batch is in flight, or its gradients are not in `.grad` yet."""
         if self.batch is not None or self.finished is not None:
             raise UsageError(
-                f"{what} while a batch is in flight",
+                f"{what} cannot run while a batch is in flight",
                 why="under schedule='1f1b_2bw' the gradient of the last step() is not complete yet",
                 hint="loss = pm.flush() and optimizer.step() first",
             )
 
     def check_step(self, options: StepOptions, leaves_unreduced: bool) -> None:
-        why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
+        why = "with this schedule step() returns the loss and leaves the gradients of the previous batch"
         if options.outputs:
-            raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
-                             "pm(**batch), which finishes what has begun first")  # fmt: skip
+            raise UsageError(
+                "outputs=True is not supported with schedule='1f1b_2bw'", why=why,
+                hint="with torch.no_grad(): pm(**batch), which first finishes the batch in flight",
+            )  # fmt: skip
         if leaves_unreduced:
-            raise UsageError("step() inside no_sync()", why=why,
-                             hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip
+            raise UsageError(
+                "step() cannot run inside no_sync() with schedule='1f1b_2bw'", why=why,
+                hint="one batch that is as large as all of them, split into more microbatches",
+            )  # fmt: skip
 
     def _advance(self, beginning: BatchInFlight | None, loss_scale: float, meet: Callable[[], None]) -> None:
         """Start a batch and finish the batch in flight; either can be None.
@@ -308,7 +316,7 @@ class InFlight(OverlappedBatches):
     def _run(
         self, finishing: BatchInFlight | None, beginning: BatchInFlight | None, meet: Callable[[], None]
     ) -> AutopartError | None:
-        """Run one period of 1F1B: the end of batch `finishing` and the begin of batch `beginning`.
+        """Run one period of 1F1B: the end of batch `finishing` and the start of batch `beginning`.
 
         Returns the error that kept `beginning` from starting, or None.
         """
@@ -318,7 +326,7 @@ class InFlight(OverlappedBatches):
         first = [(beginning, index) for index in range(num_warmup)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
         reducing = finishing.executable.reduce_during_backward() if finishing else nullcontext()
-        with torch.enable_grad(), no_autocast(), naming_operators(), reducing:
+        with torch.enable_grad(), no_autocast(), explain_missing_operators(), reducing:
             for index, (forward, backward) in enumerate(itertools.zip_longest([*remaining, *first], backwards)):
                 if first and index == len(remaining):
                     error = _error_of(meet)

@@ -174,7 +174,7 @@ class SymbolicScalars:
             raise TraceError(
                 "a data-dependent size is used as a number", refusal=Refusal.SIZE,
                 why=f"autopart has no formula for it: {size}", where=source_text(line),
-                hint="the same number from the mask: mask.sum()",
+                hint="compute the number from the mask: mask.sum()",
             )  # fmt: skip
         first, *others = [self.size(part, line) for part in size.args]
         for other in others:

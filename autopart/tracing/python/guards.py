@@ -158,8 +158,8 @@ class Guards:
         others = [n for p in parents if p is not None for n, t in p.named_parameters() if id(t) not in self._parameters]
         if others:
             raise UsageError(
-                f"the model has another layer: its parameter '{others[0]}' was not there when the model was traced",
-                why="the partitioned model trains the parameters that the model had when it was traced",
+                f"the model has a new layer: its parameter '{others[0]}' did not exist when the model was traced",
+                why="the partitioned model trains only the parameters of the traced model",
                 hint="change layers before parallelize()",
             )
         return True
@@ -434,7 +434,8 @@ def check_unstable(model: nn.Module, paths: list[str], first: Trace, second: Tra
     """
     if str(first.graph) != str(second.graph):
         raise TraceError(
-            f"{type(users_model(model)).__name__} computes something else in every call", refusal=Refusal.STATE,
+            f"{type(users_model(model)).__name__} computes something different in every call", refusal=Refusal.STATE,
             why=f"it changes {', '.join(sorted(paths)[:3])} and branches on it",
-            hint="change it in the training loop: autopart follows it; or a tensor in a buffer (register_buffer)",
+            hint="change it in the training loop, which starts a new trace; or keep it as a tensor in a buffer "
+            "(register_buffer)",
         )  # fmt: skip

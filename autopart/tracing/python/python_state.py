@@ -298,11 +298,10 @@ def check_attributes(
             shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
             shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]
             raise TraceError(
-                f"{name} computes something else in every call",
-                refusal=Refusal.STATE,
-                why=f"forward() leaves {', '.join(shown[:3])}, and the next call reads it",
-                hint="a tensor in a buffer (register_buffer), changed by tensor operations",
-            )
+                f"{name} computes something different in every call", refusal=Refusal.STATE,
+                why=f"forward() stores {', '.join(shown[:3])}, and the next call reads it",
+                hint="keep it as a tensor in a buffer (register_buffer), changed by tensor operations",
+            )  # fmt: skip
     if not changed:
         return ()
     written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)

@@ -17,7 +17,7 @@ from autopart.ir.layout import shard_sizes
 from autopart.ir.trace import Trace
 
 LEAST_SHARE = 0.02
-"""A product with a smaller share of the matrix work gets no note."""
+"""A product with a smaller share of the matrix FLOPs gets no note."""
 
 
 def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
         f"{100 * hardware.aligned_share(odd):.2g} % of the full rate; {-(-whole // each) * each} would run at "
         "the full rate"
         for name, of_dtype in work.items() for dtype, flops in of_dtype.items() if flops >= LEAST_SHARE * total
-        for dim, whole, each, odd in _odd_dims(trace, decisions, name)
+        for dim, whole, each, odd in _misaligned_dims(trace, decisions, name)
     ))  # fmt: skip
 
 
@@ -43,22 +43,22 @@ def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node, weight in weighted(active_operators(graph)):
         if flops := matrix_work(node):
-            weights = [used for used in map(_source, tensor_inputs(node)) if used.op == "get_attr"]
+            weights = [used for used in map(_skip_unary_operators, tensor_inputs(node)) if used.op == "get_attr"]
             is_short = value(node).dtype.itemsize == 2
             name = str(weights[0].target) if weights and is_short else ""
             work[name][str(value(node).dtype).removeprefix("torch.")] += flops * weight
     return work
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """Return the value before casts, transposes and other operators of one input."""
+def _skip_unary_operators(node: fx.Node) -> fx.Node:
+    """Return the value from which casts, transposes and other operators with one input computed `node`."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not matrix_work(node):
         (node,) = node.all_input_nodes
     return node
 
 
-def _odd_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (dim, size, multiple that it should be, misalignment) for each misaligned dim of a matrix."""
+def _misaligned_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each misaligned dim of a matrix: the dim, its size, the required divisor, and a penalty."""
     full = trace.parameters[name].shape if name in trace.parameters else ()
     for dim, size in enumerate(full if len(full) == 2 else ()):
         ranks = 1

@@ -69,7 +69,7 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
 
 
 def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
-    """Return a text on how the plan shards an indivisible split, and the bytes that one rank sends for it."""
+    """Return how the plan runs a split that `tp` does not divide, as text, and the bytes a rank sends."""
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:

@@ -25,7 +25,7 @@ from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.expert_axes import Stacks, check_expert_axes, mixtures
 from autopart.passes.choose.solve.layout_pins import data_axis_pins, near_names, pinned_layouts, solve_pinned
 from autopart.passes.choose.solve.pairwise_solver import NoSolution
-from autopart.passes.choose.solve.shard_axis import Choice, ForcedConversion, Sharding, ShardingProblem
+from autopart.passes.choose.solve.shard_axis import Choice, ForbiddenConversion, Sharding, ShardingProblem
 from autopart.passes.choose.solve.sharding_costs import (
     CostedStep,
     ShardingCost,
@@ -44,9 +44,9 @@ _DIGITS = 6
 def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     """Return a plan's certificate: objective, proven lower bound, gap, and the terms of the cost.
 
-    If several axes were solved, it is that of the last one, whose problem includes the layouts of the others.
-    `sharing_costs` is the relative saving in the objective if the first and last repeated blocks had layouts of their
-    own.
+    If several axes were solved, the certificate is for the axis that was solved last, given the layouts on all other
+    axes. `sharing_costs` is the relative saving in the objective if the first and last repeated blocks had layouts of
+    their own.
     """
     if not solved:  # all weights are replicated: nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
@@ -64,7 +64,7 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
 class Reasons:
     """Answers of `Plan.why` and `Plan.why_not`.
 
-    They need the traced model, so a copied or loaded plan has none.
+    They need the traced model, so a copied or loaded plan has no reasons.
     """
 
     def __init__(self, problem: Problem, program: Program, solved: Mapping[str, Solved]):
@@ -130,9 +130,9 @@ class Reasons:
         return Why("dp_sync", str(sync), reason, str(ALL_REDUCE), summed_s - method_s, {str(ALL_REDUCE): other})
 
     def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
-        """Return two texts: over which axes a weight is stored sharded (ZeRO), and what that means.
+        """Return two texts on a weight that is stored sharded (ZeRO): its placement, and an explanation.
 
-        Both are empty if the weight is replicated over these axes.
+        Both are empty if the weight is not stored sharded.
         """
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         axis = self.mesh.stored_over(stored.layout) if stored is not None else None
@@ -153,7 +153,7 @@ class Reasons:
                 raise OptionError(f"cannot compute the cost of {pin}", why=why)
         if len(asked.layouts) > 1:
             raise OptionError(
-                f"cannot compute the cost of {name} on two axes at once", hint="ask for one, then for the other"
+                f"cannot compute the cost of {name} on two axes at once", hint="ask for the cost on one axis at a time"
             )
         axis = asked.layouts[0].axis
         if axis == data_axis:
@@ -182,13 +182,16 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """Return {axis: the mixtures whose experts it may shard}, outermost axis first."""
+        """Return, for each axis, the operators and weights of mixtures of experts whose experts it may shard.
+
+        The outermost axis is first.
+        """
         return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
     def _why_not_stored_so(self, name: str, asked: Pins) -> Why:
         """Return the cost of storing parameters differently over the data axis (ZeRO).
 
-        Their layouts on other axes stay.
+        The layouts on other axes are unchanged.
         """
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
@@ -249,7 +252,7 @@ class Reasons:
         """
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
-            return problem.solve(forbidden=ForcedConversion(value, source, target)) if value is not None else None
+            return problem.solve(forbidden=ForbiddenConversion(value, source, target)) if value is not None else None
         except NoSolution:
             return None
 
@@ -272,7 +275,7 @@ class Reasons:
         matching = exact or [n for n in nodes if any(fnmatchcase(path, name) for path in parents(name_of(n)))]
         if not matching:
             names = [*map(name_of, nodes), *(node.name for node in self._conversions())]
-            raise OptionError(f"the plan has nothing called '{name}'", hint=near_names(name, names))
+            raise OptionError(f"the plan has nothing with the name '{name}'", hint=near_names(name, names))
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
@@ -293,7 +296,10 @@ class Reasons:
 
 
 class DeferredReasons:
-    """Reasons of a plan made from a deduplicated trace. The first question plans the full model."""
+    """Reasons of a plan that was made from a deduplicated trace.
+
+    The first call of `why` or `why_not` plans the full model.
+    """
 
     def __init__(self, find: Callable[[], Reasons]):
         self._find = find
@@ -317,7 +323,7 @@ def _solved(problem: ShardingProblem) -> Solved:
 
 
 def _extra_cost(other: Solved, chosen: Solved) -> ShardingCost:
-    """Return the cost of a solution minus the chosen one's, in the costs that the solver minimizes."""
+    """Return the objective of a solution minus that of the chosen solution."""
     price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
 
@@ -340,7 +346,7 @@ def _terms(price: ShardingCost) -> list[tuple[float, str]]:
     """
     seconds = (
         (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
-        (price.gradient_sync_s, "gradient sums"),
+        (price.gradient_sync_s, "gradient reduction"),
     )  # fmt: skip
     least = 1e-6 * max((abs(s) for s, _ in seconds), default=0.0)
     shares = ((price.work, "of the matrix work"), (price.weights, "of the weights"))

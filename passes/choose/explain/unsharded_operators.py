@@ -1,4 +1,4 @@
-"""Operators that every rank runs in full, with reason, cost and remedy; share of the divided work."""
+"""Operators that every rank runs in full: reason, cost and remedy. Also the FLOPs that axes shard."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def unsharded(
 ) -> tuple[dict[str, Any], ...]:
     """Return a row (dict) for each kind of operator that every rank runs in full.
 
-    These are operators without a rule, and matrix work that `tp` does not divide. Equal calls in repeated blocks share
-    a row. Keys of a row:
+    These are operators without a sharding rule, and matrix products that `tp` does not shard. Equal calls in repeated
+    blocks share a row. Keys of a row:
 
     - `operator`, `where` (module), `count` of calls, `shapes`, `why` it is not sharded, and a remedy (`try`);
     - `flops` of all calls over the global batch, if known;
@@ -76,9 +76,9 @@ def unsharded(
 
 
 def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
-    """Return `{axis: share of the matrix work that it divides}` for batch, feature and other solved axes.
+    """Return {axis: fraction of the matrix FLOPs that it shards} for batch, feature and other solved axes.
 
-    Empty for a model without matrix work.
+    Empty for a model without matrix products.
     """
     flops = {node: matrix_work(node) * weight for node, weight in weighted(active_operators(trace.graph))}
     total = sum(flops.values())
@@ -95,7 +95,7 @@ def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
 def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
     """Return two texts: why every rank runs this call in full, and a remedy ("" if there is none).
 
-    Both are "" if the call is sharded or has no matrix work.
+    Both are "" if the call is sharded or is not a matrix product.
     """
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
@@ -208,8 +208,8 @@ def _name_dims(
 ) -> list[str] | None:
     """Return a letter for each dim of an operand; None if letters run out.
 
-    The batch dim is `b`. Another dim gets the first letter of its size that the operand does not have yet, or a new
-    letter.
+    The batch dim is `b`. Another dim gets a letter that already represents its size, else a new letter. No two dims of
+    an operand get the same letter.
 
     Args:
         sizes: {letter: size}, to which new letters are added.

@@ -1,8 +1,8 @@
 """Sharding of the batch: one strategy per operator, over data-parallel ranks and microbatches.
 
-Both form one axis, the batch axis. Nothing is chosen by the cost of a step. The batch stays sharded wherever a rule
-allows it. Operators without a batch dim run on every rank with partial gradients. So all parameter gradients end as
-partial sums, which are reduced once a step.
+Data-parallel ranks and microbatches together form one axis, the batch axis. Strategies are not chosen by the cost of a
+step: the batch stays sharded wherever a rule allows it. Operators without a batch dim run on every rank with partial
+gradients. So all parameter gradients end as partial sums, which are reduced once a step.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) ->
     for node in on_parameters(graph):
         options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
         if unsharded_selections:
-            options = tuple([s for s in options if not _cuts(node, s, unsharded_selections)])
+            options = tuple([s for s in options if not _shards_selected_elements(node, s, unsharded_selections)])
         inputs = tuple([(placement(s, chosen), size_bytes(s), s in gathered) for s in sources])
         key = options if unsharded_selections else id(options), inputs, facts(node)["for_buffers"]
         if key not in cache:
@@ -86,8 +86,11 @@ def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) ->
     return chosen
 
 
-def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
-    """Return True if a strategy shards a dim of elements that one of these selections selects."""
+def _shards_selected_elements(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
+    """Return True if a strategy shards a dim that contains the elements selected by one of these masks.
+
+    `selections`: names of operators that select elements by a mask (boolean indexing).
+    """
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
     values += [(part, strategy.outputs[source_of(part)[1]]) for part in parts]
@@ -95,7 +98,10 @@ def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
 
 
 def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
-    """Return the selections whose elements an operator or a model output needs from the full batch."""
+    """Return the mask selections that must run on the full batch.
+
+    An operator or a model output needs all of their selected elements on every rank.
+    """
     selections: set[str] = set()
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -194,7 +200,7 @@ def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]
 
 
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
-    """Return the decisions changed to run the batch as one microbatch."""
+    """Return a copy of the decisions in which a step has one microbatch."""
     mesh, copied = decisions.mesh, decisions.copied
     rows = data_strategies(mesh, 1, _row_strategies(trace, 1 if copied else mesh.data_parallel_size), copied)
     return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
@@ -230,4 +236,4 @@ def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
             chosen = _row_strategies(trace, ranks * microbatches)
             if microbatches == 1 or first_batch_mixing(trace.graph, chosen) is None:
                 return BatchSplit(microbatches, chosen, ranks < mesh.data_parallel_size)
-    raise AssertionError("one microbatch can always be run")
+    raise AssertionError("unreachable: a step of one microbatch is always possible")

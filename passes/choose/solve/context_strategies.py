@@ -1,10 +1,10 @@
 """Attention strategies on an axis that shards the sequence, as the option `context=` selects them.
 
-`"ring"`: keys and values circulate around the ranks, so that no rank has all (Liu et al. 2023, arXiv:2310.01889).
-`"auto"` excludes it: it moves as many bytes as gathering, and pays only if gathered keys and values do not fit memory.
-`"gather"`: every rank has its queries, and gathers all keys and values (Llama 3: Grattafiori et al. 2024,
-arXiv:2407.21783, section 3.3.2). `"ulysses"`: a rank has the full sequence of its heads (Jacobs et al. 2023,
-arXiv:2309.14509).
+`"ring"`: keys and values circulate around the ranks, so that no rank stores all of them (Liu et al. 2023,
+arXiv:2310.01889). `"auto"` excludes `"ring"`, which moves as many bytes as gathering and is useful only if gathered
+keys and values do not fit into memory. `"gather"`: every rank has its queries, and gathers all keys and values (Llama
+3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). `"ulysses"`: a rank has the full sequence of its heads
+(Jacobs et al. 2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ def context_options(node: fx.Node, options: Sequence[Strategy], context: Context
     """
     rings = [option for option in options if is_ring_strategy(node, option)]
     if context == "ring":
-        return rings or _without_ring(node, options, axis)
+        return rings or _non_attention_options(node, options, axis)
     options = [option for option in options if option not in rings]
     pattern = facts(node)["pattern"]
     if context == "auto" or pattern is None or not _multiplies_values(node):
         return list(options)
     kind = {"gather": DATA_DIM, "ulysses": FEATURE}[context]
-    fitting = [option for option in options if option.factor and _cuts(node, pattern, option.factor, kind)]
+    fitting = [
+        option for option in options if option.factor and _is_queries_or_heads(node, pattern, option.factor, kind)
+    ]
     if fitting or not pattern.context:
         return fitting or list(options)
     cut = "heads" if context == "ulysses" else "queries"
     raise LayoutError(
-        f"context={context!r} is impossible", why=f"the {cut} of this attention do not divide over {axis}",
+        f"context={context!r} is not possible", why=f"the {cut} of this attention cannot be divided evenly over {axis}",
         where=describe(node), hint="context='auto', or 'gather'" if context == "ulysses" else "context='auto'",
     )  # fmt: skip
 
 
-def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
-    """Return the options of an operator that is not attention, if `context="ring"`.
+def _non_attention_options(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
+    """Return all options of an operator without attention, for which `context="ring"` has no meaning.
 
-    Raises LayoutError for attention: it cannot run as a ring.
+    Raises LayoutError for attention that cannot run as a ring.
     """
     may_ring = bool(rule_of(node).context)
     if not may_ring and not _multiplies_values(node):
@@ -60,7 +62,9 @@ def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list
         why = "this attention has a learned bias, whose gradient would have to circulate too"
     else:
         why = f"queries and keys of this attention are not sharded in the same way over {axis}"
-    raise LayoutError(f"context='ring' is impossible on {axis}", why=why, where=describe(node), hint="context='gather'")
+    raise LayoutError(
+        f"context='ring' is not possible on {axis}", why=why, where=describe(node), hint="context='gather'"
+    )
 
 
 def _multiplies_values(node: fx.Node) -> bool:
@@ -68,11 +72,8 @@ def _multiplies_values(node: fx.Node) -> bool:
     return pattern is not None and bool(pattern.flops) and not reads_weights(node)
 
 
-def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
-    """Return True if a factor of an attention product is its queries or its heads.
-
-    `kind`: `DATA_DIM` for queries, `FEATURE` for heads.
-    """
+def _is_queries_or_heads(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
+    """Return True if a factor of attention is the queries (`kind=DATA_DIM`) or the heads (`kind=FEATURE`)."""
     atoms = factor_atoms(node, pattern).get(factor, ())
     sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]
     return bool(atoms) and atoms[-1].kind == kind and all(any(factor in dim for dim in side) for side in sides)

@@ -1,9 +1,9 @@
 """Expert folding: shard experts also over axes that shard the sequence or features of other operators.
 
-An expert axis shards the experts of every mixture. Another axis does so if a pin asks for it or a plan has it: a weight
-of the mixture is sharded by expert on this axis, or an operator's tokens are dispatched on it. All these axes shard the
-experts as one flattened axis would. This is Megatron's parallel folding (Liu et al. 2025, arXiv:2504.14960), per
-mixture.
+An expert axis shards the experts of every mixture of experts. Another axis shards the experts of a mixture only if a
+pin or plan requests it: by sharding a weight of the mixture by expert, or by dispatching an operator's tokens on this
+axis. All these axes together shard the experts like one flattened axis. This is Megatron's parallel folding (Liu et al.
+2025, arXiv:2504.14960), per mixture.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Mixture(NamedTuple):
 def mixtures(trace: Trace) -> list[Mixture]:
     """Return the mixtures of experts in graph order.
 
-    The weights of a mixture are stacks of one matrix per expert. Experts that a loop runs are no mixture.
+    The weights of a mixture are stacks of one matrix per expert. Experts that a loop runs one by one are not included.
     """
     rows = nx.Graph()
     for node in (node for node in trace.graph.nodes if facts(node).get("routed")):
@@ -83,7 +83,7 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
-    """Return the weights that these nodes look up by expert: their views (nodes), and their names."""
+    """Return the stacked expert weights that these nodes use: views of the weights, and parameter names."""
     views, names = dict[fx.Node, None](), dict[str, None]()
     todo: list[fx.Node] = []
     for node in nodes:
@@ -109,7 +109,7 @@ def mixtures_on_axis(
     An expert axis may shard all of them. Another axis may shard the mixtures that `names` and `operators` belong to.
 
     Args:
-        cuts: what the axis shards (`Axis.cuts`).
+        cuts: kind of dim that the axis shards, such as "experts" or "features" (`Axis.cuts`).
         names: weights that the axis shards by expert.
         operators: operators whose tokens are dispatched over the axis.
     """
@@ -122,7 +122,7 @@ def mixtures_on_axis(
 
 
 def shards_experts_equally(node: fx.Node, option: Strategy, other: Strategy) -> bool:
-    """Return True if two axes shard the experts of an operator in the same way.
+    """Return True if two axes shard the experts of an operator by the same mechanism.
 
     Both dispatch tokens, or both shard a view of stacked weights by expert.
     """
@@ -136,8 +136,8 @@ def can_shard_experts_again(
 ) -> bool:  # fmt: skip
     """Return True if another axis may shard an operator of a mixture that inner axes already shard.
 
-    All these axes must shard experts in the same way. Their ranks together must not be too many for the experts, and
-    for tokens that several axes shard.
+    All these axes must shard the experts by the same mechanism. The product of their sizes must not be too large for
+    the number of experts, and must divide the tokens that several axes shard.
 
     Args:
         option: strategy on the other axis.
@@ -189,9 +189,9 @@ def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mappin
         hint = f"pins that shard them over {rest} alone" if rest else "no pins that shard them"
         raise LayoutError(
             f"experts cannot be sharded over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
-            why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal shards need two per "
-            "rank on average, and one on the last rank",
-            where=describe(mixture.product), hint=hint,
+            why=f"there are {mixture.num_experts} experts for {_ranks(mesh, axes)} ranks; unequal shards need at "
+            "least two experts per rank on average, and one on the last rank", where=describe(mixture.product),
+            hint=hint,
         )  # fmt: skip
 
 
@@ -200,6 +200,6 @@ def _ranks(mesh: Mesh, axes: Iterable[str]) -> int:
 
 
 def has_dispatched_tokens(text: str) -> bool:
-    """Return True if a placement in the text of an operator's pin is one of dispatched tokens."""
+    """Return True if the text of an operator's pin has a placement of dispatched tokens, such as `E(0)`."""
     sides = text.replace("->", ",").split(",")
     return any(Placement.parse(side).is_dispatched for side in sides if side.strip())

@@ -64,14 +64,14 @@ T = TypeVar("T")
 class AxisConstraints:
     """Constraints on the axis that is being solved: layout pins, and shardings over axes solved already.
 
-    Only one axis can shard a dim, except for experts and for sequences that divide.
+    Only one axis can shard a dim. Exceptions are experts, and sequences whose length divides over several axes.
 
     Args:
-        parameters: pins by parameter, including pins that shard it over another axis.
+        parameters: pins by parameter, including pins that shard the parameter over another axis.
         operators: pins by operator.
         variants: pins by repeated block (`BlockPosition.block`). Blocks share layouts only if they have equal pins.
-        factors: by operator, the factors of its rule that axes solved already shard, and how.
-        dims: by parameter, the number of shards of each dim over the axes solved already.
+        factors: {operator: {factor of its rule: strategies on the axes solved already that shard this factor}}.
+        dims: {parameter: {dim: number of its shards over the axes solved already}}.
         ranks: size of this axis.
         context: the attention strategy requested on this axis.
         stacks: mixtures whose experts this axis may shard (`expert_axes.py`), even if other axes shard them.
@@ -101,31 +101,31 @@ class AxisConstraints:
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """Return the options that an operator's pins, and axes solved already, allow."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
-        free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
+        free = [o if o.factor not in taken else self._adapt_to_inner_axes(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
         if self.is_dispatched(node):  # by inner axes: each rank has some of this axis's experts
             lookup = facts(node)["pattern"].lookup
             left = [option for option in left if not option.factor or option.factor != lookup]
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
-    def _beside(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
+    def _adapt_to_inner_axes(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
         """Adapt a strategy to inner axes that shard the same factor. Return None if that is impossible.
 
-        The strategy stays as it is if each inner shard is within one shard of this axis. Otherwise it shards each inner
-        shard.
+        If each shard on this axis consists of shards on the inner axes, the strategy is unchanged. Otherwise the result
+        splits each shard on the inner axes.
         """
-        if self._divides_again(node, option, taken):
+        if self._contains_inner_shards(node, option, taken):
             return option
         return shard_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
 
-    def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> bool:
-        """Return True if this axis can shard a factor that inner axes shard in the same way.
+    def _contains_inner_shards(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> bool:
+        """Return True if this axis can shard a factor so that its shards consist of the shards on inner axes.
 
-        The factor must be experts or the sequence, and divide over the ranks of all these axes. Each inner shard is
-        then within one shard of this axis.
+        All these axes must shard the factor in the same way, and it must be experts or the sequence. Its size must
+        divide over the ranks of all these axes together.
         """
         pattern = facts(node)["pattern"]
-        assert pattern is not None, "without a rule nothing is cut"
+        assert pattern is not None, "an operator without a rule is not sharded"
         if node in self.stacks and any(shards_experts_equally(node, option, one.strategy) for one in taken):
             return can_shard_experts_again(node, self.stacks[node], option, taken, self.ranks)
         if option.is_dispatched or self.cuts != "positions":
@@ -154,14 +154,14 @@ class AxisConstraints:
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def can_shard_again(self, name: str, place: Placement) -> bool:
-        """Return True if this axis may shard the experts of a weight that axes solved already already shard."""
+        """Return True if this axis may shard the experts of a weight in addition to the axes solved already."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
-    def beside(
+    def with_solved_axes(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> AxisConstraints:  # fmt: skip
-        """Return these constraints with the shardings over the axes solved already.
+        """Return a copy of the constraints that also has the shardings over the axes solved already.
 
         Args:
             before: {axis: {operator: strategy}}.
@@ -202,12 +202,12 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
 
 
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return a minimal set of pins that conflict: if one of them is left out, the rest hold together.
+    """Return a minimal set of conflicting pins: without any one of them, the other pins do not conflict.
 
-    It has one or two pins if such a set exists.
+    The set has one or two pins if a conflicting set of this size exists.
 
     Args:
-        hold: returns True if all given pins can hold together.
+        hold: returns True if all given pins can be followed together.
 
     >>> smallest_conflict([1, 2, 3, 4], lambda left: not {2, 4} <= set(left))
     [2, 4]
@@ -221,7 +221,7 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
     return next((list(few) for few in fewest if not hold(few)), left)
 
 
-def cannot_hold(pins: Sequence[Pin]) -> str:
+def pins_cannot_hold(pins: Sequence[Pin]) -> str:
     texts = "; ".join(map(str, pins))
     return f"these pins cannot hold together: {texts}" if len(pins) > 1 else f"this pin cannot hold: {texts}"
 
@@ -230,7 +230,7 @@ def cannot_hold(pins: Sequence[Pin]) -> str:
 
 
 def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> AxisConstraints:
-    """Return the constraints by the layout pins that concern an axis.
+    """Translate the user's layout pins to constraints on one axis.
 
     Raises LayoutError or OptionError for a pin that no plan can follow.
     """
@@ -258,7 +258,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return the mixtures whose experts an axis may shard, by these pins."""
+    """Return the mixtures whose experts an axis may shard, given the pins of parameters and operators."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}
@@ -268,7 +268,7 @@ def stacks_pinned(
 def data_axis_pins(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
     """Map each parameter to its pins on the data axis, over which parameters are stored sharded (ZeRO).
 
-    The pins apply to flattened axes that contain the data axis, too. They may shard or replicate.
+    A pin shards or replicates the parameter. It also applies to flattened axes that contain the data axis.
     """
     model, by_name = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
@@ -448,9 +448,11 @@ def _layout_conflict(
         for node in pinned.operators if pinned.cuts == "features" else ():
             if not pinned.strategies(node, pinned.strategies_on_weight_dims(node, ranks)):
                 why = f"{describe(node)} can have this layout only with sequence parallelism"
-                return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
+                return LayoutError(
+                    pins_cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True"
+                )
     why = _conflict_reason(trace, pinned, ranks)
-    return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
+    return LayoutError(pins_cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
 
 
 def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
@@ -474,7 +476,7 @@ def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
 
 
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
-    """Yield (weight, text on its placements) for each weight that an operator uses or views."""
+    """Yield (name, text) for each weight that an operator uses. The text states the weight's placements."""
     for i, used in enumerate(tensor_inputs(node)):
         for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT

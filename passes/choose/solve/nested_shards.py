@@ -17,16 +17,19 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Strategy of an operator on an axis solved already, which shards a factor, and the size of this axis."""
+    """Sharding of a factor on an axis solved already: the operator's strategy, and the size of the axis."""
 
     strategy: Strategy
     ranks: int
 
 
 def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
-    """Return True if the innermost part of a factor is a sequence whose length is a multiple of `parts`."""
+    """Return True if a factor ends in a sequence dim whose length is a multiple of `parts`.
+
+    A factor can be a product of dims, such as (batch, sequence). The last dim varies fastest.
+    """
     pattern = facts(node)["pattern"]
-    assert pattern is not None, "without a rule nothing is cut"
+    assert pattern is not None, "an operator without a rule is not sharded"
     atoms = factor_atoms(node, pattern).get(factor, ())
     return bool(atoms) and atoms[-1].kind == DATA_DIM and atoms[-1].size % parts == 0
 
@@ -34,9 +37,9 @@ def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
 def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> Strategy | None:
     """Adapt a strategy that shards features (such as heads) which other axes already shard.
 
-    The result shards within each shard of the other axes. A factor can be a product of atoms (heads and head size). If
-    the strategy and the other axes shard different atoms, the strategy is returned unchanged. None if the factor cannot
-    be sharded again.
+    The result shards within each shard of the other axes. A factor can be a product of dims, such as (heads, head
+    size). If the strategy and the other axes shard different dims of the product, the strategy is returned unchanged.
+    None if the factor cannot be sharded again.
 
     Args:
         option: strategy on this axis.
@@ -44,7 +47,7 @@ def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]
         ranks: size of this axis.
     """
     pattern = facts(node)["pattern"]
-    assert pattern is not None, "without a rule nothing is cut"
+    assert pattern is not None, "an operator without a rule is not sharded"
     inner, parts = taken[-1].strategy, math.prod(one.ranks for one in taken)
     pairs = [(a, b) for a, b in zip(option.places, inner.places, strict=True) if a.is_shard]
     alike = all(b.is_shard and a.dim == b.dim and len(a.sections) < 2 > len(b.sections) for a, b in pairs)
@@ -72,9 +75,9 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return the numbers of sections in which two strategies shard their factor.
+    """Return two numbers: into how many sections each strategy splits the dim of their common factor.
 
-    None if every operand merges the factor with other factors in one dim.
+    None if no sharded dim consists of this factor alone.
     """
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, option.places, other.places, strict=True):

@@ -42,7 +42,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class _EliminatedVariable:
-    """A variable that was eliminated, with its state at this time.
+    """A variable that was eliminated, with its costs at the time of elimination.
 
     Args:
         costs: cost of each option that was left.
@@ -138,7 +138,10 @@ class PairwiseProblem:
         return len(around) < 2 or (len(around) == 2 and size <= _LARGEST)
 
     def _decide(self, v: int) -> None:
-        """Eliminate a variable: add its least cost for each combination of neighbours' options to their costs."""
+        """Eliminate a variable.
+
+        For each combination of the neighbours' options, the variable's least cost is added to the neighbours' costs.
+        """
         around = list(self.tables[v].items())
         for w, _ in around:
             self._separate(v, w)

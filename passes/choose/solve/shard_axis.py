@@ -2,9 +2,9 @@
 
 Each operator is one variable, whose options are its strategies. A conversion of a value costs once per target
 placement, however many consumers share it. Corresponding operators of repeated blocks share one choice, so the problem
-does not grow with depth. `sharding_costs` defines the objective: first, divide matrix work and its weights over the
-axis; then minimize the seconds of a step. No operator is named in this file. The result is Megatron's tensor
-parallelism, and its sequence parallelism where that is faster.
+does not grow with depth. `sharding_costs` defines the objective: first, shard matrix FLOPs and the weights of matrix
+products over the axis; then minimize the seconds of a step. This file has no special case for any operator. The result
+is Megatron's tensor parallelism, with its sequence parallelism if that is faster.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class _Consumer:
 
 @dataclass
 class _SharedValue:
-    """One output of operators that share a choice and have the same consumers.
+    """An output of operators that share a choice and have the same consumers.
 
     Args:
-        node: one of these outputs, as its consumer reads it.
+        node: the output of one of these operators, as its consumer reads it.
         producer: the choice that the operators share.
         index: index of the output.
         uses: consumers by the id of their choice.
@@ -119,8 +119,8 @@ class _SharedValue:
         return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
 
 
-class ForcedConversion(NamedTuple):
-    """A conversion of a value from one placement to another."""
+class ForbiddenConversion(NamedTuple):
+    """A conversion of a value between two placements that a solution must not contain."""
 
     value: _SharedValue
     source: Placement
@@ -159,13 +159,14 @@ def cheapest(
 ) -> tuple[ShardingProblem, Sharding]:
     """Return the problem of an axis of `num_shards` ranks, and its cheapest solution.
 
-    `sequence_parallel="auto"` solves with values replicated between matrix products. Unless the model is too small to
-    tell (`is_latency_bound`), it also solves with the cheapest placement of each value, and returns the faster result.
-    True shards all values that can be sharded, or uses the cheapest placements if they cannot all be sharded together.
     Raises NoSolution if the pins leave no solution.
 
     Args:
         graph: annotated graph.
+        sequence_parallel: False keeps values replicated between matrix products. True shards all values that can be
+            sharded; if no solution does that, each value gets its cheapest placement. "auto" solves with replicated
+            values and with cheapest placements, and returns the faster solution. For a model so small that latency
+            dominates (`is_latency_bound`), "auto" keeps values replicated.
         pinned: constraints by the user's pins and by the axes solved already.
     """
     best: tuple[ShardingCost, ShardingProblem, Sharding] | None = None
@@ -191,7 +192,7 @@ def fit_around(
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """Return the cheapest strategies that fit stored parameters, and operators with a fixed strategy.
 
-    Values stay replicated between matrix products if they are in all fixed strategies.
+    If all fixed strategies keep values replicated between matrix products, so do the other strategies.
 
     Args:
         stored: {parameter: its placement}.
@@ -274,7 +275,8 @@ class ShardingProblem:
     def _options(self, node: fx.Node) -> list[Strategy]:
         """Return the strategies that an operator may choose from.
 
-        If `between` is "cut", replicated strategies are dropped for operators that can shard a dim of no weight.
+        If `between` is "cut", values are sharded between matrix products. An operator that can shard a dim without a
+        weight, such as the sequence, then has no replicated strategies.
         """
         plain = self.pinned.strategies_on_weight_dims(node, self.num_shards)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:
@@ -336,7 +338,7 @@ class ShardingProblem:
 
         return np.array([[cost(place, target) for target in targets] for place in value.places()])
 
-    def solve(self, forced: Mapping[int, int] | None = None, forbidden: ForcedConversion | None = None) -> Sharding:
+    def solve(self, forced: Mapping[int, int] | None = None, forbidden: ForbiddenConversion | None = None) -> Sharding:
         """Return the exact optimum. Raises NoSolution.
 
         Args:
@@ -389,7 +391,7 @@ class ShardingProblem:
         pairs: PairwiseProblem,
         variables: Mapping[int, int],
         value: _SharedValue,
-        forbidden: ForcedConversion | None,
+        forbidden: ForbiddenConversion | None,
     ) -> None:
         """Add the conversion costs of a value to the problem. Each needed placement costs once.
 

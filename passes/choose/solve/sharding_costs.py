@@ -1,9 +1,9 @@
 """Costs of sharding options on one axis: the terms of the objective that `ShardingProblem` minimizes.
 
-The heaviest terms are the matrix work, and its weights, that the axis does not divide. The other terms are seconds
-of a step on one rank, without matrix work: communication of every microbatch in forward and backward, memory traffic,
-and gradient reduction once a step. The cost of a weight over the data axis (reduction, or ZeRO storage) depends on the
-weight's layout on this axis. It is part of the cost, so one problem chooses for both axes.
+Two terms have by far the largest factors: the matrix FLOPs, and the weights of matrix products, that the axis does not
+shard. The other terms are seconds of a step on one rank, without matrix products: communication of every microbatch in
+forward and backward, memory traffic, and gradient reduction once a step. The layout of a weight on this axis also
+determines its cost over the data axis (gradient reduction, or ZeRO storage). The objective includes that cost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
-"""Weight of undivided matrix work in the objective, relative to the cost of all communication together."""
+"""Weight of unsharded matrix FLOPs in the objective, relative to the cost of all communication together."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
@@ -79,8 +79,8 @@ class CostedStep:
 class ShardingCost:
     """Cost of a sharding, by term.
 
-    `work` is the share of all matrix work on one rank: 1 / n if n ranks divide all of it. `weights` is the share of the
-    weights of matrix products on one rank. The other terms are seconds of a step on one rank.
+    `work` is the share of all matrix FLOPs on one rank: 1 / n if n ranks shard all of them. `weights` is the share of
+    the weights of matrix products on one rank. The other terms are seconds of a step on one rank.
     """
 
     work: float = 0.0
@@ -109,7 +109,7 @@ class ShardingCost:
     def is_less(self, other: ShardingCost) -> bool:
         """Return True if this cost is lower, by more than the accuracy of a prediction.
 
-        Undivided matrix work and weights count first, then the seconds of a step.
+        Matrix FLOPs and weights on one rank are compared first, then the seconds of a step.
         """
         if abs(self.undivided - other.undivided) > 1e-9:
             return self.undivided < other.undivided
@@ -136,7 +136,7 @@ def _row_shards(node: fx.Node, step: CostedStep) -> int:
 
 
 def _has_rows(atoms: Any) -> bool:
-    """Return True if an atom in a nested tuple of atoms (dims of one or several values) is the batch."""
+    """Return True if any dim (`Atom`) in these nested tuples is the batch."""
     return atoms.kind == BATCH if isinstance(atoms, Atom) else any(map(_has_rows, atoms))
 
 
@@ -158,9 +158,9 @@ class ShardingCosts:
     """Costs of the operators and weights of a graph on an axis of `num_shards` ranks.
 
     Args:
-        nodes: all operators and parameters that are chosen.
+        nodes: all operators and parameters whose sharding is chosen.
         whole: prefer replicated values between operators if they cost little more. The latency of their collectives is
-            then left out: the small sizes of a test model would lead to other choices than full sizes.
+            then ignored, because it would dominate at the small sizes of a test model.
         weights_chosen: the solver also chooses the placements of weights.
         before: strategies of each operator on the axes solved already, with the sizes of the axes.
     """
@@ -216,9 +216,10 @@ class ShardingCosts:
         return ShardingCost(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def storage_cost(self, node: fx.Node, place: Placement) -> ShardingCost:
-        """Return the cost of storing a parameter sharded over data ranks (ZeRO), for a placement.
+        """Return the cost over the data axes of a parameter with this placement: ZeRO or gradient all-reduce.
 
-        If ZeRO is requested and no dim is divisible by the data ranks, all its bytes count as on every rank.
+        If ZeRO is requested but no dim of the parameter divides over the data ranks, the bytes that stay on every rank
+        are added to `weights`.
         """
         storage = self.step.storage
         if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
@@ -248,7 +249,7 @@ class ShardingCosts:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
-        """Return the shares of all matrix work, and of its weights, that one rank has with this option."""
+        """Return two shares that one rank has under a strategy: of all matrix FLOPs, and of all weights."""
         # Unequal shards count as equal: a few per cent of work are not worth another collective.
         work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
         weights = 0.0
@@ -290,7 +291,7 @@ class ShardingCosts:
         return self.step.microbatches * pattern.all_reduces * self._time_s("all_reduce", size)
 
     def _ring_s(self, node: fx.Node) -> float:
-        """Return the seconds per step that ring attention sends keys, values and their gradients."""
+        """Return the seconds per step that ring attention needs to send keys, values and their gradients."""
         sides = tensor_inputs(node)[1:3]
         ways = 3 if any(facts(side)["needs_grad"] for side in sides) else 1
         size = sum(map(self.bytes, sides)) / self.num_shards

@@ -1,6 +1,6 @@
-"""Choice of stage boundaries: exact minimization of the largest stage, over the operators in order.
+"""Choice of stage boundaries: exact minimization of the cost of the most loaded stage.
 
-A stage may begin at any operator, unless a live value cannot be sent between stages.
+Operators keep their order. A stage may begin at any operator, unless a live value cannot be sent between stages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def partition(
     if best is None:
         places = num_boundaries(nodes)
         raise StageError(
-            f"the model cannot be cut into {num_stages} stages",
+            f"the model cannot be split into {num_stages} stages",
             why=f"it has {len(nodes)} operators that depend on parameters, and {places} possible stage "
             "boundaries between them",
             hint=f"pp={places + 1} or less (pp times virtual_stages is the number of stages)",
@@ -87,7 +87,8 @@ def flops_per_sent_byte(problem: Problem) -> float:
 def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> list[int]:
     """Return, for each active operator of the full model, the index in `nodes` of its representative.
 
-    Operators of repeated blocks that the trace leaves out are represented by those of the deduplicated block.
+    If blocks are deduplicated, operators of all equal blocks have one representative: the operator in the block that
+    the trace contains.
     """
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 

@@ -1,15 +1,15 @@
 """Storage of parameters: sharding over the data axes (ZeRO), and the tensors that every rank stores.
 
-With `zero` of 1 to 3 (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; FSDP, which is 3: Zhao et al. 2023,
-arXiv:2304.11277) a rank of `dp` stores one shard of a weight and of its optimizer state. That is an ordinary placement,
+With `zero` of 1 to 3, a rank of `dp` stores one shard of a weight and of its optimizer state (ZeRO: Rajbhandari et al.
+2020, arXiv:1910.02054, section 5; stage 3 is FSDP: Zhao et al. 2023, arXiv:2304.11277). That is an ordinary placement,
 `S(d)` on `dp`. An operator that uses the weight converts it to `R(grad P)`: an all-gather in forward, a reduce-scatter
 of the gradient in backward. The stages of ZeRO differ in how long the runtime keeps the unsharded weight and gradient
 (`Program.zero`). Each dim is sharded by one axis at most, so that a shard is one contiguous range of the dim.
 
 `Axis.stores` marks the axes over which parameters may be stored sharded. Axes over which a weight is replicated are
-flattened to one, like `dp_shard_cp` in torchtitan: `S(0)` on `dp_cp` shards over the ranks of both, and one collective
-gathers it instead of one per axis. An expert's weight, which `ep` shards, is stored over `dp_cp`, other weights over
-`dp_cp_ep`. If `cp` shards the expert's weight too (`expert_axes.py`), it is stored over `dp`.
+flattened to one, like `dp_shard_cp` in torchtitan: `S(0)` on `dp_cp` shards over the ranks of both axes, with one
+collective to gather it instead of two. An expert's weight, which `ep` shards, is stored over `dp_cp`, and other weights
+over `dp_cp_ep`. An expert's weight that both `ep` and `cp` shard (`expert_axes.py`) is stored over `dp`.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ class Storage:
         return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
 
     def storing_axes_for(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
-        """Return the flattened axes over which a parameter can be stored with this placement, and "".
+        """Return the flattened axes over which a parameter can be stored with this placement, or "".
 
-        If there are none, returns "" and the reason. Without `zero` only the data axis is possible.
+        The second result is "", or the reason why there are no such axes. Without `zero`, only the data axis is
+        possible.
         """
         if not place.is_shard:
             return "", ""
@@ -89,7 +90,10 @@ class Storage:
 
 
 def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
-    """Return the placement that shards the first dim that divides and that no other axis shards, or None."""
+    """Return the placement that shards the first divisible dim, except dims that another axis shards.
+
+    None if there is no such dim.
+    """
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
     return next(map(shard, fits), None)
