@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from traceback import FrameSummary, StackSummary
 from types import CodeType, FrameType
 from typing import Any
@@ -25,19 +26,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopart.common.scoped import attributes
+from autopart.common.scoped import attributes, variable
 
 
-def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+def trace_inside(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
     """Trace a function into a separate graph while another trace is running.
 
     `tensors`: the function's arguments, from the outer trace. Other tensors of the outer trace that the function uses
     become attributes of the graph's module.
+
+    Args:
+        decompositions: {operator: function whose operators are recorded in its place}.
     """
     popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
     try:
         with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():
-            traced = make_fx(function)(*tensors)
+            traced = make_fx(function, dict(decompositions))(*tensors)
     finally:
         for mode in reversed(popped):
             torch_overrides._push_mode(mode)
@@ -124,6 +130,9 @@ def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None
     return attributes({(higher_order, name): call})
 
 
+is_forward_mode: ContextVar[bool] = ContextVar("a forward-mode derivative of the model is traced", default=False)
+
+
 def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replace torch's functions that implement `torch.func` by `to(name, original, args, kwargs)`.
 
@@ -137,7 +146,17 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
         return lambda *args, **kwargs: to(name, original, args, kwargs)
 
     redirected = {(place, name): instead(name, getattr(place, name)) for place, name in places}
-    return attributes({**redirected, (functorch, "jacfwd"): functorch.jacrev})
+
+    def jacfwd(*args: Any, **options: Any) -> Callable[..., Any]:
+        derivative = functorch.jacrev(*args, **options)
+
+        def call(*inputs: Any) -> Any:
+            with variable(is_forward_mode, True):
+                return derivative(*inputs)
+
+        return call
+
+    return attributes({**redirected, (functorch, "jacfwd"): jacfwd})
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

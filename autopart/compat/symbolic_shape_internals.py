@@ -76,6 +76,7 @@ def free_symbols(size: Any) -> set[Symbol]:
 def many_elements(
     answer_model: Callable[[types.FrameType, Callable[[], torch.Tensor]], bool | None],
     decide: Callable[[Any, types.FrameType], Any],
+    answer_both: Callable[[types.FrameType, Callable[[], torch.Tensor]], bool | None],
 ) -> AbstractContextManager[None]:
     """Decide conditions on data-dependent sizes during a trace.
 
@@ -87,6 +88,7 @@ def many_elements(
             and a function that returns the condition as a tensor. It returns None if it cannot decide.
         decide: returns the value of a formula that `answer_model` does not decide, or None. Its arguments are the
             formula and the frame that evaluates it.
+        answer_both: as `answer_model`, for conditions that `decide` does not decide.
     """
     ask: Any = ShapeEnv.evaluate_expr
 
@@ -97,14 +99,18 @@ def many_elements(
             frame = _asking_frame()
             if frame is None:
                 raise
-            outcome = _told(env, asked, frame)
-            if outcome is None and (outcome := decide(asked, frame)) is None:
+            outcome = _told(env, asked, frame, answer_model)
+            if outcome is None:
+                outcome = decide(asked, frame)
+            if outcome is None:
+                outcome = _told(env, asked, frame, answer_both)
+            if outcome is None:
                 raise
             if type(outcome) is int:  # from now on, torch knows this size
                 env.guard_or_defer_runtime_assert(sympy.Eq(asked, outcome), "")
             return sympy.sympify(outcome)
 
-    def _told(env: Any, asked: Any, frame: types.FrameType) -> Any:
+    def _told(env: Any, asked: Any, frame: types.FrameType, answer_model: Callable[..., bool | None]) -> Any:
         if "/torch/" in frame.f_code.co_filename:
             many = asked.subs(dict.fromkeys(asked.free_symbols, MANY))
             return many if many in (sympy.true, sympy.false) and asked.free_symbols <= env.size_like else None

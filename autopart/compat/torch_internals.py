@@ -95,14 +95,15 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 @functools.cache
-def _decompositions() -> Mapping[Any, Callable[..., Any]]:
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Return {operator: torch's decomposition of it}."""
     return cast(Mapping[Any, Callable[..., Any]], torch.export.default_decompositions())
 
 
 def decomposition(target: Any) -> Callable[..., Any] | None:
     """Return torch's decomposition of an operator; None if it has none."""
-    if target in _decompositions():
-        return _decompositions()[target]
+    if target in decompositions():
+        return decompositions()[target]
     is_composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
     return cast(Callable[..., Any], target.decompose) if is_composite else None
 
@@ -265,6 +266,31 @@ def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
         return to(lambda: enter(self, func, types, args, kwargs), self.tracer, func, args, kwargs or {})
 
     return attributes({(mode, "__torch_dispatch__"): of_operator, (regions, "__torch_function__"): of_region})
+
+
+def argument_of(func: Any, args: tuple, kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return an operator call's argument by its name in the schema; None if it is not passed."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)).get(name, kwargs.get(name))
+
+
+def decomposed_calls(form_of: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Record operators of a trace as other operators, inside a `with` block.
+
+    Args:
+        form_of: function of (operator, args, kwargs). It returns a function with the operator's arguments, whose own
+            operators are recorded, or None to record the operator itself.
+    """
+    original = proxy_tensor.maybe_handle_decomp
+
+    def decompose(mode: Any, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        form = form_of(func, args, kwargs)
+        if form is None:
+            return original(mode, func, args, cast(Any, kwargs))
+        with mode:
+            return form(*args, **kwargs)
+
+    return attributes({(proxy_tensor, "maybe_handle_decomp"): decompose})
 
 
 class _Redirected:

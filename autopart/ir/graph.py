@@ -170,6 +170,20 @@ def draws_random_numbers(node: fx.Node) -> bool:
 RNG_EXACT_UNSUPPORTED = "rng='exact' cannot reproduce the random numbers of a single device"
 
 
+def writes(node: fx.Node) -> bool:
+    """Return True if a call writes to a tensor in place."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or schema.is_mutable:
+        return schema is not None
+    if schema.name not in (
+        "aten::batch_norm",
+        "aten::instance_norm",
+    ):  # these write although their schemas do not show it
+        return False
+    arguments = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+    return arguments["running_mean"] is not None and bool(arguments.get("training", arguments.get("use_input_stats")))
+
+
 def inexact(node: fx.Node, device: torch.device) -> str:
     """Return the reason why `rng="exact"` cannot reproduce this random operator; "" if it can."""
     on_gpu = facts(node).get("inexact_on_gpu", "") if device.type == "cuda" else ""

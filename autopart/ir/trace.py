@@ -58,7 +58,7 @@ class Trace:
         written: names of frozen parameters that the forward writes. The trace treats them as buffers.
         weight_updates: changes that the forward makes to trained parameters before the graph runs.
         precision: mixed precision of the graph, which casts parameters where it uses them. `parameters` are not cast.
-        has_random_branches: True if random numbers decide which branches run (stochastic depth).
+        has_random_branches: True if random numbers or values decide which branches run.
         value_guards: values of inputs that Python read. The trace serves calls with equal values.
         attribute_updates: {attribute of a module: its new value} for numbers and flags that the forward changes.
         folds: deduplicated blocks, each of which represents several blocks of the model (`ir/blocks/`).

@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopart.common.progress import phase
 from autopart.compat.export_internals import quiet_shapes
 from autopart.compat.torch_internals import tree_flatten, tree_map
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.program import Rng
 from autopart.ir.run.mixed_precision import Precision
@@ -179,7 +180,28 @@ class Reference:
         return explain(self.subject, self.infinite) if self.infinite else None
 
     def _of_model(self, subject: GraphUnderTest) -> Results:
-        """Run the copy of the model, differentiate it, and return its results."""
+        """Run the copy itself and differentiate it.
+
+        Raises TraceError if torch cannot differentiate the model's own gradients. Attention kernels have no second
+        derivative; then attention is computed by plain operations.
+        """
+        try:
+            return self._run_model(subject)
+        except RuntimeError as error:
+            if "derivative for" not in str(error):
+                raise
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                return self._run_model(subject)
+        except RuntimeError as error:
+            if "derivative for" not in str(error):
+                raise
+            raise TraceError(
+                f"{type(self.base).__name__} cannot be differentiated by torch itself", refusal=Refusal.GRADIENT,
+                why=str(error).strip().partition("\n")[0], hint="plain operations in its place",
+            ) from error  # fmt: skip
+
+    def _run_model(self, subject: GraphUnderTest) -> Results:
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
         written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
         with restore_buffers(self.base, written_parameters), PythonState(self.model):

@@ -60,6 +60,7 @@ class ExportEntry(nn.Module):
         """Trace `function.apply(*args, **kwargs)` of an autograd.Function. `apply` is torch's own function."""
         if function is CheckpointFunction:
             return self.checkpoints.apply(apply, function, args, kwargs)
+        args, kwargs = self.semantics.without_frozen(args, kwargs)
         return apply_as_operator(apply, function, args, kwargs, self.semantics.spend)
 
     def forward(self, **tensors: Tensor) -> Any:
@@ -96,6 +97,7 @@ class ExportEntry(nn.Module):
         ):  # fmt: skip
             output = call(self.model, tree_unflatten(arguments, self.spec))
             self.semantics.check_unspent(tensors_in(output))
+            self.semantics.check_unfrozen()
         register_dataclasses(output)
         return output
 

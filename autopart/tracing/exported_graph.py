@@ -16,7 +16,7 @@ from torch.export.graph_signature import OutputKind
 from autopart.compat.torch_internals import AUTOCAST, is_higher_order, is_operator
 from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text, value
+from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text, value, writes
 from autopart.tracing.blocks.repeated_blocks import base_name
 from autopart.tracing.call_signature import PREFIX
 
@@ -35,11 +35,11 @@ CONSTANT = "_constant_"
 def functional(program: Any) -> Any:
     """Return the exported program without in-place writes."""
     graph_module = program.graph_module
-    if not any(_writes(n) or _is_no_operator(n) or _written_out(n) for n in graph_module.graph.nodes):
+    if not any(writes(n) or _is_no_operator(n) or _written_out(n) for n in graph_module.graph.nodes):
         return program
     _one_name_each(program)
     norms = (n for n in graph_module.graph.nodes if operator_name(n) == "aten::instance_norm")
-    hidden = next(filter(_writes, norms), None)
+    hidden = next(filter(writes, norms), None)
     if hidden is not None:
         record_origin(hidden)
         raise TraceError(
@@ -135,19 +135,6 @@ def _is_no_operator(node: fx.Node) -> bool:
     """Return True for a call that enters or leaves a mode such as autocast or vmap, instead of computing."""
     known = is_operator(node.target) or node.target is operator.getitem
     return node.op == "call_function" and not known
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    if schema is None or schema.is_mutable:
-        return schema is not None
-    if schema.name not in (
-        "aten::batch_norm",
-        "aten::instance_norm",
-    ):  # these write although their schemas do not show it
-        return False
-    arguments = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
-    return arguments["running_mean"] is not None and bool(arguments.get("training", arguments.get("use_input_stats")))
 
 
 def own_graph(

@@ -73,12 +73,49 @@ def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
         if _is_tensor(thing) and thing.requires_grad and not thing.is_leaf:
             shared.setdefault(id(thing), thing.detach().clone())
     try:
-        return copy.deepcopy(model, dict(shared))
+        return _deep_copy(model, dict(shared))
     except Exception:  # whatever the attributes of a user's modules make of a copy
         for thing in reversed(list(_reachable(model))):  # innermost first
             if not isinstance(thing, (nn.Module, Tensor, dict, list, tuple, set)) and not _can_be_copied(thing, shared):
                 shared.setdefault(id(thing), thing)
-        return copy.deepcopy(model, shared)
+        return _deep_copy(model, shared)
+
+
+def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deep-copy a model together with the functions that close over parts of it, such as its hooks.
+
+    Python's `deepcopy` shares functions: a hook of the copy would write to the original. A container that only
+    functions refer to stays shared, because functions of a class, which are not copied, may read it.
+    """
+    functions = [
+        thing for thing in _reachable(model)
+        if isinstance(thing, types.FunctionType) and (thing.__closure__ or thing.__defaults__ or thing.__kwdefaults__)
+    ]  # fmt: skip
+    copies = {}
+    for function in functions:
+        cells = function.__closure__ and tuple(types.CellType() for _ in function.__closure__)
+        copies[id(function)] = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, None, cells
+        )
+    memo |= copies
+    copied = copy.deepcopy(model, memo)
+    parts = {key for key, value in memo.items() if key not in copies and id(value) != key}
+
+    def in_copy(thing: Any) -> Any:
+        """Return the object of the copy for an object that a function refers to."""
+        if id(thing) in memo:
+            return memo[id(thing)]
+        return copy.deepcopy(thing, memo) if any(id(part) in parts for part in _reachable(thing)) else thing
+
+    for function in functions:
+        new = copies[id(function)]
+        functools.update_wrapper(new, function, functools.WRAPPER_ASSIGNMENTS)
+        new.__defaults__ = in_copy(function.__defaults__)
+        new.__kwdefaults__ = in_copy(function.__kwdefaults__)
+        for cell, own in zip(new.__closure__ or (), function.__closure__ or (), strict=True):
+            if _is_set(own):
+                cell.cell_contents = in_copy(own.cell_contents)
+    return copied
 
 
 def _can_be_copied(thing: Any, shared: Mapping[int, Any]) -> bool:

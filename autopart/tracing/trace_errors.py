@@ -29,6 +29,17 @@ class LostInTrace(Exception):
         self.what, self.why, self.hint, self.refusal = what, why, hint, refusal
 
 
+def wrong_third_derivative(names: str) -> LostInTrace:
+    """Return the error for a loss that needs a third derivative that eager PyTorch computes wrongly."""
+    return LostInTrace(
+        f"the loss needs a third derivative of {names}",
+        f"the forward differentiates a gradient, and torch's own third derivative of {names} is wrong: it "
+        "treats the mean and the standard deviation as constants",
+        "the normalization written with x.mean() and x.var(), or group_norm with one group",
+        Refusal.GRADIENT,
+    )
+
+
 class _KnownFailure(NamedTuple):
     """A pattern (regular expression) of a torch error message, with the explanation that the user gets."""
 

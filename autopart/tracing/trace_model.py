@@ -28,6 +28,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import display_name, module_path, source_of, source_text, value
 from autopart.ir.trace import Call, Trace, device_of_weights
 from autopart.tracing.autograd.autograd_functions import name_function_nodes
+from autopart.tracing.autograd.differentiable_operators import differentiable_operators
 from autopart.tracing.autograd.in_place_writes import explicit_writes
 from autopart.tracing.autograd.saved_views import saved_views
 from autopart.tracing.autograd.tensor_hooks import Rewrites
@@ -260,26 +261,47 @@ def _export_blocks(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
 
 def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     chances = entry.semantics.chances
-    chances.answers, chances.count = (), 0
+    chances.start()
+    chances.by_values.clear()
     program = _exported_once(entry, example)
-    return with_random_branches(program, chances, lambda: _exported_once(entry, example)) if chances.count else program
+    if not chances.count:
+        return program
+    try:
+        return with_random_branches(program, chances, lambda: _exported_once(entry, example))
+    except (ReadsFloat, Rewrites):
+        raise
+    except Exception:  # a side that raises, or sides that cannot be merged: the branch is refused where it is
+        if not chances.by_values:
+            raise
+        chances.refuses_values = True
+        return _exported(entry, example)
 
 
 def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
-    saved = saved_views() if entry.semantics.differentiates else nullcontext()
+    differentiated = _differentiated(entry.semantics) if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.semantics)
     entry.semantics.hooked.clear()
+    entry.semantics.toggled.clear()
     entry.semantics.spent.clear()
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()
     traced = traceable(entry, entry.apply_function, entry.semantics.to_list)
     stacks = short_stacks(ExportEntry.forward.__code__)
     containers = same_containers(entry.model)
-    with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved, containers:
+    with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, differentiated, containers:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)
     return program
+
+
+@contextmanager
+def _differentiated(semantics: EagerSemantics) -> Iterator[None]:
+    """Trace operators in a `with` block so that `torch.autograd.grad` can differentiate them."""
+    semantics.twice_only.clear()
+    semantics.gradients.clear()
+    with saved_views(), differentiable_operators(semantics.twice_only):
+        yield
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
@@ -344,7 +366,7 @@ def _quiet(semantics: EagerSemantics) -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
-    decided = many_elements(semantics.skipped.answer, semantics.decisions.decide)
+    decided = many_elements(semantics.skipped.answer, semantics.decisions.decide, semantics.by_values)
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:

@@ -24,6 +24,7 @@ aten = torch.ops.aten
 
 
 _PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addbmm": "bmm", "addmv": "matmul", "mv": "matmul", "dot": "matmul"}
+_CONVOLUTIONS = {"convolution", *(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3))}
 
 
 @on_calls("aten::bilinear", "aten::mm", "aten::matmul", *(f"aten::{name}" for name in _PRODUCTS))
@@ -90,7 +91,7 @@ def one_linear(graph: fx.Graph) -> None:
             elif name == "linear" and len(node.args) > 2 and node.args[2] is not None:
                 product = emit(graph, node, aten.linear.default, *node.args[:2])
                 replace(node, emit(graph, node, aten.add.Tensor, product, node.args[2]))
-            elif name.startswith("conv") and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
+            elif name in _CONVOLUTIONS and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
                 product = emit(graph, node, node.target, *node.args[:2], None, *node.args[3:])
                 ones = [1] * (len(shape(node.args[1])) - 2)
                 bias = emit(graph, node, aten.reshape.default, node.args[2], [shape(node.args[2])[0], *ones])

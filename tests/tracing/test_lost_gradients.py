@@ -188,9 +188,7 @@ class Freezing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.a.weight.requires_grad_(False)
-        frozen = self.a(x)
-        self.a.weight.requires_grad_(True)
-        return self.a(x) + frozen
+        return self.a(x)
 
 
 @pytest.mark.parametrize(

@@ -375,7 +375,7 @@ class LossDecides(Base):
 
 
 def deciding_loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.mean() if output.sum() > target.sum() else -output.mean()
+    return torch.dropout(output, 0.5, True).mean() if output.sum() > target.sum() else -output.mean()
 
 
 def test_a_loss_function_that_decides_is_told_what_by():

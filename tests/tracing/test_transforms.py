@@ -159,9 +159,15 @@ def test_transforms_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)
 
 
+def test_the_gradient_of_a_convolution():
+    model = Net(lambda m, x: vmap(grad(lambda y: m.conv(y[None]).pow(3).sum()))(x))
+    result = autopart.verify(model, "tp2", example_args=(rows(),))
+    assert result.ok, result
+
+
 def test_an_operator_whose_backward_has_no_gradient_in_a_program_is_refused():
-    with pytest.raises(TraceError, match="it needs the gradient of convolution_backward") as error:
-        autopart.plan(Net(lambda m, x: vmap(grad(lambda y: m.conv(y[None]).pow(3).sum()))(x)), "tp2",
+    with pytest.raises(TraceError, match="it needs the gradient of _cdist_backward") as error:
+        autopart.plan(Net(lambda m, x: grad(lambda y: torch.cdist(m.hidden(y), m.hidden(y) + 1).sum())(x)), "tp2",
                       example_args=(rows(),))  # fmt: skip
     assert error.value.refusal is Refusal.GRADIENT and "test_transforms.py" in str(error.value)
 

@@ -6,22 +6,27 @@ operators. A `vmap` that contains no derivative is traced directly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopart.common.scoped import variable
-from autopart.compat.export_internals import noted, trace_inside
-from autopart.compat.torch_internals import GRAD_MODE, Tracing, tree_flatten, tree_unflatten
+from autopart.compat.export_internals import is_forward_mode, noted, trace_inside
+from autopart.compat.torch_internals import GRAD_MODE, Tracing, decompositions, tree_flatten, tree_unflatten
 from autopart.errors import Refusal
-from autopart.ir.graph import operator_name, short_name
-from autopart.tracing.trace_errors import LostInTrace
+from autopart.ir.graph import name_of_target, operator_name, short_name
+from autopart.tracing.autograd.differentiable_operators import BACKWARDS, plain_attention
+from autopart.tracing.trace_errors import LostInTrace, wrong_third_derivative
 
 _VMAP, _VJP = "vmap_impl", "_vjp_with_argnums"
+_REVERSE = _VJP, "grad_and_value_impl"
+_nested: ContextVar[list[str]] = ContextVar("reverse-mode transforms inside of the one that is traced")
 _DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, cast(Any, Tensor.data).__get__)
 _OWN = "of_the_model"
 _running: ContextVar[str] = ContextVar("what a transform is run for: '', 'trace', or 'look'", default="")
@@ -43,6 +48,8 @@ class _Watch(TorchFunctionMode):
         if func is GRAD_MODE and not args[0]:
             raise LostInTrace("torch.no_grad() inside of a torch.func transform", "a trace of the transform "
                        "would lose it", "tensor.detach() in its place", Refusal.GRADIENT)  # fmt: skip
+        if func is F.scaled_dot_product_attention:
+            func = plain_attention
         if func in _DETACHING:
             return noted(lambda: func(*args, **(kwargs or {})), _OWN)
         return func(*args, **(kwargs or {}))
@@ -56,6 +63,8 @@ def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Ma
     running, tracing = _running.get(), Tracing.current()
     if running == "look" and name != _VMAP:
         raise _Differentiates
+    if running == "trace" and name in _REVERSE and not is_forward_mode.get():
+        _nested.get().append(name)
     if running or tracing is None:
         return original(*args, **kwargs)
     if name == _VJP:
@@ -98,16 +107,17 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
     leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs: list[Any] = []
+    nested: list[str] = []
 
     def run(*inputs: Tensor) -> list[Any]:
         rest = iter(inputs)
         args, kwargs = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        with variable(_running, "trace"), _Watch(), torch.enable_grad():
+        with variable(_running, "trace"), variable(_nested, nested), _Watch(), torch.enable_grad():
             outputs[:] = [original(*args, **kwargs)]
         return [leaf for leaf in tree_flatten(outputs[0])[0] if isinstance(leaf, Tensor)]
 
     try:
-        traced = trace_inside(run, tensors)
+        traced = trace_inside(run, tensors, _backward_forms())
     except LostInTrace:
         raise
     except Exception as error:  # whatever torch or the model's code makes of tensors without values
@@ -116,6 +126,8 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
         "and jacfwd, "
                    "and functions of tensors alone", Refusal.GRADIENT) from error  # fmt: skip
     _attach(traced.graph)
+    if nested and any(node.target in _WITH_STATISTICS for node in traced.graph.nodes):
+        raise wrong_third_derivative("layer_norm")
     values: dict[Any, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
     for node in traced.graph.nodes:
         if node.op == "get_attr":
@@ -140,8 +152,7 @@ def _attach(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         name = operator_name(node)
-        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if name in _STRIDED or (name.endswith(("_backward", "_backward_data")) and not (name in _KEPT or is_pointwise)):
+        if name in _STRIDED or _is_fused(name, node.target):
             raise LostInTrace("a torch.func transform cannot be traced", f"it needs the gradient of {short_name(node)}",
                        "plain operations there, or the gradient outside of the model", Refusal.GRADIENT)  # fmt: skip
 
@@ -154,6 +165,22 @@ def _layer_norm(
     variance = source.var(dims, correction=0, keepdim=True)
     mean = source.mean(dims, keepdim=True)
     return torch.layer_norm(source, shape, weight, bias, eps), mean, (variance + eps).rsqrt()
+
+
+@functools.cache
+def _backward_forms() -> Mapping[Any, Callable[..., Any]]:
+    """Return {backward operator: its decomposition} for fused operators without a derivative."""
+    fused = {
+        target: form for target, form in decompositions().items()
+        if _is_fused(name_of_target(target), target) and not name_of_target(target).startswith("aten::_")
+    }  # fmt: skip
+    return {**fused, **BACKWARDS}
+
+
+def _is_fused(name: str, target: Any) -> bool:
+    """Return True for a backward operator whose own gradient torch does not have in every case."""
+    is_kept = name in _KEPT or torch.Tag.pointwise in getattr(target, "tags", ())
+    return name.endswith(("_backward", "_backward_data")) and not is_kept
 
 
 _WITH_STATISTICS: Any = {torch.ops.aten.native_layer_norm.default: _layer_norm}

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.compat.torch_internals import Tracing, intercepted, tree_flatten
+from autopart.compat.torch_internals import Tracing, has_values, intercepted, tree_flatten
+from autopart.errors import Refusal
 from autopart.tracing.python.concrete_constants import memory_of
+from autopart.tracing.trace_errors import LostInTrace
 
 aten = torch.ops.aten
 
@@ -33,11 +35,22 @@ def saved_views() -> Iterator[None]:
         for tensor in tree_flatten((args, dict(kwargs)))[0]:
             if isinstance(tensor, Tensor) and tracing.node_of(tensor) is None:
                 _adopt(tracing, tensor)
+                if tracing.node_of(tensor) is None and not has_values(tensor):
+                    raise _lost(function)
         kept.append(run())
         return kept[-1]
 
     with intercepted(meet):
         yield
+
+
+def _lost(function: Any) -> LostInTrace:
+    return LostInTrace(
+        "the forward takes a gradient that cannot be traced",
+        f"{getattr(function, '__name__', function)} reads a tensor that is no result of an operator of the trace",
+        "plain operations in the differentiated function, or the gradient outside of the model",
+        Refusal.GRADIENT,
+    )
 
 
 def _adopt(tracing: Tracing, tensor: Tensor) -> None:
@@ -59,6 +72,8 @@ def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
     """Return True if `tensor` is `base` itself, or the result of one operator on it, in autograd's graph."""
     if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
         return False
+    if tensor.is_leaf and tensor.requires_grad:  # torch.zeros(..., requires_grad=True) copies the tensor that it makes
+        return not base.requires_grad
     if tensor.requires_grad != base.requires_grad:
         return False
     if tensor.grad_fn is None:

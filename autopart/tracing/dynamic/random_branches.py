@@ -1,18 +1,22 @@
-"""Branches on a random number, as in LayerDrop and stochastic depth.
+"""Branches on a random number or on values, both sides of which are computed.
 
-Example: `if torch.rand([]) < self.layerdrop: continue`.
+Examples: `if torch.rand([]) < self.layerdrop: continue`, `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
 
 A single trace fixes the outcome of each condition. So the forward is traced several times: with all outcomes equal,
 with each outcome changed alone, and once with random outcomes. The difference between two traces is the code that one
 branch affects. The final graph computes both sides of each branch, and a random number, equal on all ranks, selects a
 side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more than
 these random numbers, and is refused.
+
+A condition on values selects in the same way. The gradient of the other side can be infinite or NaN, and a product with
+zero would keep that. So the inputs of each side receive a gradient only if the side is selected.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +27,9 @@ from autopart.compat.export_internals import keep_calls
 from autopart.compat.torch_internals import Tracing
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
-from autopart.ir.graph import draws_random_numbers, value
+from autopart.ir.graph import draws_random_numbers, value, writes
 from autopart.ir.subgraphs import ancestors_of
+from autopart.tracing.python.value_checks import Operand
 from autopart.tracing.trace_errors import LostInTrace
 
 _DEFINED = torch.library.Library("autopart_chance", "FRAGMENT")
@@ -32,6 +37,8 @@ _DEFINED.define("decided(Tensor condition) -> Tensor")
 _DEFINED.impl("decided", torch.clone, "CompositeExplicitAutograd")
 _DECIDED = torch.ops.autopart_chance.decided.default
 keep_calls(_DECIDED)
+_MOST = 64
+"""Maximum number of branches of a forward. Each is one more trace."""
 _INEXACT = "a branch on a random number can skip this random operator"
 
 
@@ -47,6 +54,47 @@ class RandomBranches:
         self.count = 0
         self.lines: dict[str, None] = {}
         self.skips_draws = False
+        self.by_values: dict[int, str] = {}
+        """{number of a branch on values: its source line}"""
+        self.refuses_values = False
+        """True if the branches on values of this forward cannot be merged."""
+        self.operands: list[Tensor] = []
+        """Conditions that were evaluated before the current one in an `and` or `or`."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if a forward has as many branches as can be merged: a loop until a condition has no end."""
+        return self.count >= _MOST
+
+    def start(self, answers: Sequence[bool] = ()) -> None:
+        """Begin a trace with these outcomes."""
+        self.answers, self.count = tuple(answers), 0
+        self.operands.clear()
+
+    def answer_values(self, condition: Tensor, operand: Operand | None, line: str) -> bool:
+        """Return the fixed outcome for a condition on values.
+
+        Args:
+            operand: position of the condition in an `and` or `or`; None if it is a condition by itself.
+        """
+        condition = condition.detach().reshape(()).to(torch.bool)
+        if operand is None:
+            return self._decide(condition, line)
+        value = condition.logical_not() if operand.is_negated else condition
+        if not operand.is_last:  # the other operands are evaluated, too
+            self.operands.append(value)
+            return operand.is_and != operand.is_negated
+        combine = torch.logical_and if operand.is_and else torch.logical_or
+        for other in self.operands:
+            value = combine(value, other)
+        self.operands.clear()
+        return self._decide(value, line) != operand.is_negated
+
+    def _decide(self, condition: Tensor, line: str) -> bool:
+        self.by_values[self.count] = line
+        _DECIDED(condition)
+        self.count += 1
+        return self.answers[self.count - 1] if self.count <= len(self.answers) else False
 
     def answer(self, condition: Tensor) -> bool | None:
         """Return the fixed outcome for a condition; None if the condition depends on more than random numbers."""
@@ -71,7 +119,7 @@ def with_random_branches(program: Any, chances: RandomBranches, again: Callable[
 
     Raises LostInTrace if two branches affect the same operators.
     """
-    lines = next(iter(chances.lines), "")
+    lines = next(iter([*chances.lines, *chances.by_values.values()]), "")
     try:
         return _with_chances(program, chances, again)
     except LostInTrace as error:
@@ -82,7 +130,7 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
     count, draws = chances.count, random.Random(0)
 
     def traced(answers: Sequence[bool]) -> Any:
-        chances.answers, chances.count = tuple(answers), 0
+        chances.start(answers)
         result = again()
         if chances.count != count:
             raise _lost("the number of random branches depends on the outcome of another one")
@@ -91,14 +139,16 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
     none, every = traced([False] * count), traced([True] * count)
     most = len(every.graph.nodes) > len(none.graph.nodes)
     program, least = (every, none) if most else (none, every)
+    by_values = frozenset(chances.by_values)
     sides = [_Side.of(number, program.graph, traced([most ^ (i == number) for i in range(count)]).graph)
              for number in range(count)]  # fmt: skip
     _check_apart(sides)
+    _check_pure([side for side in sides if side.number in by_values])
     mixed = [bool(draws.getrandbits(1)) for _ in range(count)]
     for answers, trace in (([not most] * count, least), (mixed, traced(mixed))):
         if not _same(_built(program.graph, sides, most, answers), trace.graph):
             raise _lost("the effect of one random branch depends on the outcome of another")
-    merged = _built(program.graph, sides, most, None)
+    merged = _built(program.graph, sides, most, None, by_values)
     chances.skips_draws = any(draws_random_numbers(node) for side in sides for node in (*side.here, *side.there))
     for spec, node in zip(program.graph_signature.output_specs, merged.output_node().args[0], strict=True):
         if isinstance(node, fx.Node):
@@ -177,40 +227,154 @@ def _check_apart(sides: Sequence[_Side]) -> None:
                 raise _lost("the result of a random branch is written in place")
 
 
-def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
+def _check_pure(sides: Sequence[_Side]) -> None:
+    """Raise LostInTrace if a side of a branch on values does more than compute values."""
+    for node in (node for side in sides for node in (*side.here, *side.there)):
+        if draws_random_numbers(node):
+            raise _lost("a side of a branch draws random numbers")
+        if writes(node) and not node.target._schema.is_mutable:
+            raise _lost("a side of a branch writes running statistics")
+
+
+def _built(
+    graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None,
+    guarded: Collection[int] = (),
+) -> fx.Graph:  # fmt: skip
     """Build the graph for fixed outcomes of all branches, or with both sides of every branch.
 
     Args:
         most: truth value of every condition in the full trace.
         answers: truth values of the conditions. None: compute both sides, and select by a `where` per branch.
+        guarded: numbers of the branches whose inputs receive a gradient only from the selected side.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)
     taken = {s.number: answers is None or answers[s.number] == most for s in sides}
     left_out = {node for side in sides if not taken[side.number] for node in side.here}
+    sides_of = {node: side for side in sides if side.number in guarded for node in side.here}
+    guards = _Guards(built, guarded, most)
     ends: dict[fx.Node, list[_Side]] = {}
     for side in sides:
         ends.setdefault(side.after, []).append(side)
     for node in graph.nodes:
         for side in ends.get(node, ()):
-            condition = decided[side.number]
             if answers is not None and taken[side.number]:
                 continue
+            condition = now[decided[side.number].args[0]]
             of_side: dict[fx.Node, fx.Node] = {}
             for other in side.there:
-                reads = {n: of_side.get(n) or now[side.known[n]] for n in other.all_input_nodes}
+                reads = {
+                    n: of_side.get(n) or guards.of(side, False, now[side.known[n]], condition)
+                    for n in other.all_input_nodes
+                }
                 of_side[other] = built.node_copy(other, reads.__getitem__)
             new = {a: of_side.get(b) or now[b] for a, b in side.instead.items()}
-            if answers is None:
-                for a, other in new.items():
-                    pair = (now[a], other) if most else (other, now[a])
-                    new[a] = built.call_function(torch.ops.aten.where.self, (now[condition.args[0]], *pair))
-                    new[a].meta = {**condition.args[0].meta, "val": value(a)}
+            for a, other in new.items() if answers is None else ():
+                own, other = guards.replaced(side, a in side.here, now[a], other, condition)
+                pair = (own, other) if most else (other, own)
+                new[a] = built.call_function(torch.ops.aten.where.self, (condition, *pair))
+                new[a].meta = {**condition.meta, "val": value(a)}
             now |= new
         if node in left_out or (answers is None and node.target is _DECIDED):
             continue
-        now[node] = built.node_copy(node, now.__getitem__)
+        reads = {n: now[n] for n in node.all_input_nodes}
+        if (side := sides_of.get(node)) is not None:
+            condition = now[decided[side.number].args[0]]
+            reads = {n: v if n in side.here else guards.of(side, True, v, condition) for n, v in reads.items()}
+        now[node] = built.node_copy(node, reads.__getitem__)
     return built
+
+
+class _Guards:
+    """Inputs of the sides of branches on values, with a gradient of zero if the other side is selected.
+
+    Args:
+        graph: the graph with both sides of every branch, which is being built.
+        guarded: numbers of the branches on values.
+        most: truth value of every condition in the full trace.
+    """
+
+    def __init__(self, graph: fx.Graph, guarded: Collection[int], most: bool) -> None:
+        self.graph, self.guarded, self.most = graph, guarded, most
+        self.made: dict[tuple[int, bool, fx.Node], fx.Node] = {}
+        self.has_second = False
+
+    def of(self, side: _Side, is_here: bool, source: fx.Node, condition: fx.Node) -> fx.Node:
+        """Return an input of a side. `is_here`: it is the side that the full trace has."""
+        if side.number not in self.guarded or not _has_gradient(source):
+            return source
+        key = side.number, is_here, source
+        if key not in self.made:
+            self.made[key] = self._selected(source, condition, is_here == self.most)
+        return self.made[key]
+
+    def _selected(self, source: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
+        alone = self.graph.call_function(torch.ops.aten.detach.default, (source,))
+        pair = (source, alone) if side else (alone, source)
+        selected = self.graph.call_function(torch.ops.aten.where.self, (condition, *pair))
+        for new in (alone, selected):
+            new.meta = {**condition.meta, "val": value(source)}
+        return selected
+
+    def replaced(
+        self, side: _Side, is_inside: bool, own: fx.Node, other: fx.Node, condition: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """Return the values of both sides.
+
+        A value that a side passes on unchanged can be computed a second time.
+
+        Args:
+            is_inside: the full trace computes `own` inside of the branch.
+        """
+        if side.number in self.guarded and not is_inside and not _carries(own, other):
+            own = self._second(own, condition, self.most)
+        elif side.number in self.guarded and is_inside and not _carries(other, own):
+            other = self._second(other, condition, not self.most)
+        return own, other
+
+    def _second(self, node: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
+        """Compute a value a second time, with guards at the inputs of the graph.
+
+        The branch replaces the value by one that does not depend on it. The value's own derivative may be infinite or
+        NaN then, and the condition is known only after the value was computed.
+        """
+        again: dict[fx.Node, fx.Node] = {}
+        before = ancestors_of([node])
+        for one in [one for one in self.graph.nodes if one in before]:
+            if one.op == "placeholder" and _has_gradient(one):
+                again[one] = self._selected(one, condition, side)
+            elif any(source in again for source in one.all_input_nodes):
+                if draws_random_numbers(one) or writes(one):
+                    raise _lost("a value that a branch replaces is computed with random numbers or in-place writes")
+                again[one] = self.graph.node_copy(one, lambda source: again.get(source, source))
+        if again and self.has_second:
+            raise _lost("two branches replace a value by one that does not depend on it")
+        self.has_second |= bool(again)
+        return again.get(node, node)
+
+
+def _carries(source: fx.Node, node: fx.Node) -> bool:
+    """Return True if the gradient of a value flows on to `source`, or if `source` has none."""
+    if not _has_gradient(source):
+        return True
+    todo, seen = [node], {node}
+    while todo:
+        reached = todo.pop()
+        if reached is source:
+            return True
+        stops = not _has_gradient(reached) or _WITHOUT_GRADIENT.search(str(reached.target)) is not None
+        before = [one for one in reached.all_input_nodes if not stops and one not in seen]
+        todo += before
+        seen.update(before)
+    return False
+
+
+_WITHOUT_GRADIENT = re.compile(r"^aten\.(detach|new_\w+|\w+_like)\.")
+"""Operators whose results carry no gradient to their inputs."""
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return isinstance(value(node), Tensor) and (value(node).is_floating_point() or value(node).is_complex())
 
 
 def _same(one: fx.Graph, other: fx.Graph) -> bool:
@@ -248,6 +412,8 @@ def random_branch_notes(chances: RandomBranches, graph: fx.Graph) -> list[str]:
     """Return notes on the random branches of a trace. Also marks random draws that the model can skip."""
     for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
+    by_values = dict.fromkeys(chances.by_values.values())
+    both = [f"both sides of a branch on values are computed, and the condition selects: {line}" for line in by_values]
     few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)
     text = "code that a random branch skips is computed too: its parameters get a gradient of zero instead of None"
-    return [f"{text}: {few}"] * bool(chances.count)
+    return [f"{text}: {few}"] * bool(chances.lines) + both

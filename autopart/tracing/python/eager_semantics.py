@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -49,8 +49,8 @@ from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
-from autopart.tracing.python.value_checks import asking_frame, check_text, passing_answer
-from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace
+from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
+from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
 
 _ASKING = frozenset(
@@ -102,6 +102,8 @@ class EagerSemantics(TorchFunctionMode):
         self.packed = PackedSequences(self.known)
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
+        self.twice_only: dict[str, None] = {}  # operators whose third derivative is wrong in torch
+        self.gradients: list[Any] = []  # autograd nodes of gradients that the forward takes with create_graph
         self.passed: dict[str, None] = {}  # texts of value checks, for notes
         self.may_rewrite = False  # True if earlier nodes may be changed
         self.hooked: set[Any] = set()  # the memory of tensors whose gradients have a hook
@@ -112,6 +114,7 @@ class EagerSemantics(TorchFunctionMode):
         self.numbers_drawn = False  # whether forward takes a random number out of its tensor
         self.numbers_stay = False  # whether it gets the tensor instead
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: whose it is}
+        self.toggled = WeakIdKeyDictionary()  # {parameter that the forward froze or unfroze: `requires_grad` before}
         self.both = False  # whether both branches of a torch.cond are in the trace
 
     def __torch_function__(
@@ -222,19 +225,28 @@ class EagerSemantics(TorchFunctionMode):
             raise LostInTrace("detach_() detaches a tensor in place", "a trace loses that: values computed "
                        "from it earlier would keep their gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
         if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
-            _check_unchanged(args[0], *args[1:], **kwargs)
+            return self._toggle(func, *args, **kwargs)
+        args, kwargs = self.without_frozen(args, kwargs)
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
+        if func is torch.tensor and self.chances.by_values and type(args[0]) in (bool, int, float):
+            func, args = torch.full, ((), *args)  # a constant of one side of a branch is no input of the graph
         written = written_by(func, args, kwargs)
         self.known.write((func, args, kwargs), written)
-        self.differentiates |= func is torch.autograd.grad
+        if func is Tensor.backward:
+            raise LostInTrace("forward() calls backward()", "it adds to the gradients of parameters, which a program "
+                       "computes only after the forward", "torch.autograd.grad(loss, inputs, create_graph=True)",
+                       Refusal.GRADIENT)  # fmt: skip
+        if func is torch.autograd.grad and not self.differentiates:
+            self.differentiates = self.may_rewrite = True
+            raise Rewrites
         if self.hooked and (self.differentiates or self.hooked & {memory_of(t) for t in written}):
             did = "the forward differentiates inside" if self.differentiates else f"{func.__name__} writes to it"
             raise LostInTrace(
                 "a tensor has a hook on its gradient", did, "operations in place of the hook", Refusal.HOOK
             )
-        if func is torch.autograd.grad and not _CALL_OF_GRAD.bind(*args, **kwargs).arguments.get("create_graph"):
-            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, func(*args, **kwargs))
+        if func is torch.autograd.grad:
+            return self._differentiated(*args, **kwargs)
         if torch.is_grad_enabled() and not any(t in self.data for t in written):
             return func(*args, **kwargs)
         for target in written:
@@ -248,6 +260,49 @@ class EagerSemantics(TorchFunctionMode):
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
 
+    def _differentiated(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Trace `torch.autograd.grad`. Raises LostInTrace for a gradient that eager torch gets wrong."""
+        call = _CALL_OF_GRAD.bind(*args, **kwargs).arguments
+        if not call.get("create_graph"):
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
+                            torch.autograd.grad(*args, **kwargs))  # fmt: skip
+        if self.twice_only and _reaches(call["outputs"], call["inputs"], self.gradients):
+            raise wrong_third_derivative(" and ".join(self.twice_only))
+        gradients = torch.autograd.grad(*args, **kwargs)
+        self.gradients += [gradient.grad_fn for gradient in tensors_in(gradients) if gradient.grad_fn is not None]
+        return gradients
+
+    def _toggle(self, func: Callable[..., Any], parameter: nn.Parameter, requires_grad: bool = True) -> Any:
+        """Freeze or unfreeze a parameter for a part of the forward."""
+        if parameter.requires_grad != requires_grad:
+            if not self.may_rewrite:  # a cached trace of a block has the parameter in its other state
+                raise Rewrites
+            self.toggled.setdefault(parameter, parameter.requires_grad)
+        return func(parameter, requires_grad)
+
+    def without_frozen(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Detach the parameters that the forward has frozen, in the arguments of a call."""
+        if not any(was and not parameter.requires_grad for parameter, was in self.toggled.items()):
+            return args, kwargs
+
+        def detached(leaf: Any) -> Any:
+            is_frozen = isinstance(leaf, Tensor) and self.toggled.get(leaf) and not leaf.requires_grad
+            return leaf.detach() if is_frozen else leaf
+
+        replaced: tuple[tuple, dict[str, Any]] = tree_map(detached, (args, kwargs))
+        return replaced
+
+    def check_unfrozen(self) -> None:
+        """Raise LostInTrace if a forward leaves `requires_grad` of a parameter changed."""
+        changed = [was for parameter, was in self.toggled.items() if parameter.requires_grad != was]
+        if changed:
+            raise LostInTrace(
+                f"forward() {'freezes' if changed[0] else 'unfreezes'} a parameter and leaves it so",
+                "the next call would find the parameter in another state, and its backward too",
+                "requires_grad_() outside of forward(), or requires_grad_ back to its value before forward() returns",
+                Refusal.WRITE,
+            )
+
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
         """Return the outcome that the trace assumes for a Python branch on a tensor; None if unsupported.
 
@@ -255,10 +310,22 @@ class EagerSemantics(TorchFunctionMode):
         """
         answer = self.chances.answer(condition)
         if answer is None:
-            return self.skipped.answer(asking_frame(frame), lambda: condition)
+            skipped = self.skipped.answer(asking_frame(frame), lambda: condition)
+            return self.by_values(asking_frame(frame), lambda: condition) if skipped is None else skipped
         self._check_may_rewrite()
         self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
         return answer
+
+    def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
+        """Return the outcome for a condition on values; None if its sides cannot both be computed."""
+        operand = operand_of(frame)
+        chances = self.chances
+        if chances.refuses_values or chances.is_full or operand is False or Tracing.current() is None:
+            return None
+        if passing_answer(Tensor.__bool__, [truth()], frame) is not None:  # a check, whose other side raises
+            return None
+        self._check_may_rewrite()
+        return self.chances.answer_values(truth(), operand, check_text(frame, NOT_THE_USERS))
 
     def _is_drawn(self, number: Tensor) -> bool:
         tracing = Tracing.current()
@@ -285,15 +352,18 @@ class EagerSemantics(TorchFunctionMode):
         return TracedHookHandle()
 
 
-def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
-    """Raise LostInTrace if a forward changes `requires_grad` of a parameter."""
-    if parameter.requires_grad != requires_grad:
-        raise LostInTrace(
-            f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
-            "in a program, a parameter needs a gradient for the whole call or not at all",
-            "requires_grad_() outside of forward(), or weight.detach() in it",
-            Refusal.WRITE,
-        )  # fmt: skip
+def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
+    """Return True if outputs depend on one of these autograd nodes other than through `inputs`."""
+    todo = [output.grad_fn for output in tensors_in(outputs)]
+    seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
+    while todo:
+        node = todo.pop()
+        if node in wanted:
+            return True
+        after = [] if node is None else [one for one, _ in node.next_functions if one not in seen]
+        seen.update(after)
+        todo += after
+    return False
 
 
 def _detached(leaf: Any, written: list[Tensor]) -> Any:

@@ -64,7 +64,11 @@ class PythonState:
         self._started = random_state()
         for name, value in self.start.items():
             path, _, last = name.rpartition(".")
-            vars(self.modules[path])[last] = value
+            attributes = vars(self.modules[path])
+            if type(value) in _CONTAINERS and type(attributes.get(last)) is type(value):
+                _refill(attributes[last], value)  # a closure may refer to this container
+            else:
+                attributes[last] = value
         return self
 
     def __exit__(

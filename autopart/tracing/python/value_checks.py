@@ -13,7 +13,7 @@ import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,49 @@ class Passing(float):
 
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = compared
     __hash__ = float.__hash__
+
+
+class Operand(NamedTuple):
+    """Position of a condition in an `and` or `or`."""
+
+    is_and: bool
+    is_last: bool
+    is_negated: bool
+
+
+def operand_of(frame: FrameType | None) -> Operand | Literal[False] | None:
+    """Return the position of the condition that a frame evaluates in an `and` or `or` between conditions.
+
+    Returns None if it is in none. Returns False for a nested `and` or `or`, and if the source is not available.
+    """
+    if frame is None or frame.f_lasti < 0:
+        return False
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    return _operands(source).get(_end_of_question(frame)) if source else False
+
+
+@functools.lru_cache(64)
+def _operands(source: str) -> Mapping[Place, Operand | Literal[False]]:
+    """Return {end of a condition: its position in an `and` or `or`} for a source text."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return {}
+    found: dict[Place, Operand | Literal[False]] = {}
+    for node in ast.walk(tree):
+        for i, part in enumerate(node.values) if isinstance(node, ast.BoolOp) else ():
+            inner, is_negated = part, False
+            while isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.Not):
+                inner, is_negated = inner.operand, not is_negated
+            place = inner.end_lineno, inner.end_col_offset
+            operand = Operand(isinstance(node.op, ast.And), i == len(node.values) - 1, is_negated)
+            is_nested = (
+                place in found
+                or any(isinstance(one, ast.BoolOp) for one in node.values)
+                or (isinstance(inner, ast.BoolOp))
+            )
+            found[place] = False if is_nested else operand
+    return found
 
 
 def passing_answer(
