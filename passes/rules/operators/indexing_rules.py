@@ -50,7 +50,7 @@ def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | 
 def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim], list[str]]:
     """Return the dims of a tensor and of an index along `dim`, and the factors that cannot be sharded."""
     dims = names(len(source))
-    if not dims or not index:
+    if not dims or len(index) != len(source):  # an empty index may have other dims
         return [], [], []
     at = dim % len(dims)
     read = [d if i != at and source[i] == index[i] else (f"at{i}",) for i, d in enumerate(dims)]

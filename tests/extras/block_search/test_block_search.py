@@ -198,7 +198,11 @@ def test_mistakes(space):
     for mesh, options, error in [
         ("dp4", {"method": "luck"}, "unknown method='luck'"),
         ("pp2", {"schedule": "zbv"}, "schedule='zbv' is not supported by search_blocks"),
-        ("pp16", {}, "nothing to choose block by block for 16 stages\n  why    adjacent repeated blocks with a name: 8"),
+        (
+            "pp16",
+            {},
+            "nothing to choose block by block for 16 stages\n  why    adjacent repeated blocks with a name: 8",
+        ),
         ("dp3", {}, "a batch of 32 rows cannot be split into dp=3 x microbatches=1 equal parts"),
     ]:
         with pytest.raises(OptionError, match=error):
