@@ -175,23 +175,33 @@ def _check_model(model: Any) -> None:
         return  # the trace refuses it
     kind = type(model).__name__
     if isinstance(model, ParallelModule):
-        raise InputError("the model is partitioned already", why="it is a result of parallelize(), not a model",
-                         hint="pass the original model; pm.plan is the plan of this one")  # fmt: skip
+        raise InputError(
+            "the model is partitioned already", why="it is a result of parallelize(), not a model",
+            hint="pass the original model; the plan of the partitioned model is pm.plan",
+        )  # fmt: skip
     if isinstance(model, LayerProxy):
-        raise InputError("this is a layer of a partitioned model", why="it has this rank's shards, and no operators",
-                         hint="pass the original model's layer")  # fmt: skip
+        raise InputError(
+            "this is a layer of a partitioned model",
+            why="it holds this rank's shards of parameters, and cannot be run alone",
+            hint="pass the original model's layer",
+        )
     inside = partitioned_in(model)
     if inside is not None:
-        raise InputError(f"'{inside}' of the model is partitioned already", why="a program cannot contain another",
-                         hint="parallelize the outer model, with its original submodule")  # fmt: skip
+        raise InputError(
+            f"the submodule '{inside}' of the model is partitioned already",
+            why="a partitioned model cannot contain another partitioned model",
+            hint="parallelize the outer model with the original submodule",
+        )
     wrappers = {"DistributedDataParallel": "module", "DataParallel": "module", "FullyShardedDataParallel": "module",
                 "OptimizedModule": "_orig_mod"}  # fmt: skip
     if kind in wrappers and hasattr(model, wrappers[kind]):
         raise InputError(f"the model is wrapped in {kind}", why="autopart partitions the model itself",
                          hint=f"parallelize(model.{wrappers[kind]}, ...)")  # fmt: skip
     if any(base.__name__ == "FSDPModule" for base in type(model).__mro__):
-        raise InputError("fully_shard() was applied to the model", why="its parameters are shards already",
-                         hint="parallelize the model without it: zero=3 does the same")  # fmt: skip
+        raise InputError(
+            "fully_shard() was applied to the model", why="its parameters are shards already",
+            hint="parallelize the model without it: zero=3 shards parameters in the same way",
+        )  # fmt: skip
 
 
 def _module(
@@ -226,15 +236,21 @@ def _searched(
     asked = [name for name in PlanOptions.__annotations__ if name not in SearchOptions.__annotations__
              and getattr(options, name) != OPTIONS[name].default]  # fmt: skip
     if options.local_batch:
-        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks "
-                          "the batch is split", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
+        raise OptionError(
+            f"local_batch=True cannot be combined with mesh={devices}",
+            why="the search chooses over how many ranks the batch is split",
+            hint="name the axes, for example mesh='dp2,tp4'",
+        )
     if asked:
-        raise OptionError(f"{asked[0]}= with mesh={devices}", why="the search chooses it with the axes",
-                          hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
+        raise OptionError(
+            f"{asked[0]}= cannot be combined with mesh={devices}",
+            why="the search chooses this option together with the mesh axes",
+            hint="name the axes, for example mesh='dp2,tp4'",
+        )
     example = bind_call(model, example_args, example_kwargs or {})
     (best, *_) = search(
         model, devices, hardware=options.hardware, memory=options.memory, precision=options.precision,
         reduce_dtype=options.reduce_dtype, balance=options.balance, sequence_dims=options.sequence_dims,
-        example_kwargs=example, count=1,
+        example_kwargs=example,
     )  # fmt: skip
     return best, Options(**kept)

@@ -21,6 +21,7 @@ class AutopartError(ValueError):
     """
 
     def __init__(self, what: str, *, why: str = "", where: str = "", hint: str = ""):
+        self.what, self.why, self.where, self.hint = what, why, where, hint
         lines = [what]
         lines += [f"  {label:<7}{text}" for label, text in (("why", why), ("where", where), ("try", hint)) if text]
         super().__init__("\n".join(lines))

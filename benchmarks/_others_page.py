@@ -80,6 +80,22 @@ def counts(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+def first_counts(first: Rows) -> str:
+    """How many of the models that were chosen before any was tried were exact on all meshes when they first ran."""
+    if not first:
+        return ""
+    models = [row for row in first.values() if package(row) != IDIOMS]
+    groups = [models, [row for row in first.values() if package(row) == IDIOMS]]
+    exact = [sum(outcome(row) == "exact" for row in group) for group in groups]
+    taken = [row for row in first.values() if torch_takes(row)]
+    return (
+        f"{len(groups[0])} of the models and {len(groups[1])} of the ways of writing a model were chosen by what "
+        f"people use, before any of them was tried. When they first ran, {share(exact[0], groups[0])} and "
+        f"{share(exact[1], groups[1])} were exact on all four meshes: {share(sum(exact), taken)} of the {len(taken)} "
+        "that `torch.export` or a break-free `torch.compile` takes (`benchmarks/by_others_first.jsonl`)."
+    )
+
+
 def share(part: int, whole: list[Row]) -> str:
     return f"{part} ({part / len(whole):.0%})" if whole else "0"
 

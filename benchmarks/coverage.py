@@ -46,6 +46,8 @@ class List:
 
 
 ARCHITECTURES = List("measure", (*MESHES, SEQUENCE, EXPERTS), HERE / "coverage.jsonl", ("gpt2", "resnet"), 300)
+FIRST_RESULTS = HERE / "by_others_first.jsonl"
+"""What the models of `by_others/unseen/` gave when they first ran. It is never written again."""
 OTHERS = List("measure_by_others", OTHER_MESHES, HERE / "by_others.jsonl", ("diffusers: SD3",), 180)
 
 
@@ -60,7 +62,7 @@ def main() -> None:
     if arguments.page:
         from _architectures import LEFT_OUT
 
-        write_page(load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results))
+        write_page(load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results), load(FIRST_RESULTS))
         return
     names = chosen(arguments)
     for name in names:

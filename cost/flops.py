@@ -16,7 +16,10 @@ from autopart.ops.operators import autopart_ops
 
 
 def work(node: fx.Node) -> float:
-    """Return an operator's FLOPs: matrix FLOPs, else one per output element, or 0 if it only moves data."""
+    """Return the FLOPs of an operator.
+
+    Without a matrix product, they are one per output element, or 0 if the operator only moves data.
+    """
     flops = matrix_work(node)
     if flops:
         return float(flops)
@@ -29,7 +32,7 @@ def work(node: fx.Node) -> float:
 def matrix_work(node: fx.Node) -> int:
     """Return the FLOPs of a matrix product, and 0 for all other operators.
 
-    The operator's sharding rule gives the FLOPs. If it has no rule, torch's counter gives them.
+    The FLOPs come from the operator's sharding rule, or from torch's counter if it has no rule.
     """
     pattern = facts(node)["pattern"]
     return pattern.flops if pattern is not None else counted_flops(node)
@@ -52,7 +55,7 @@ def counted_flops(node: fx.Node) -> int:
 def _known(node: fx.Node) -> Any:
     """Return a node's traced value, or 0 if it has none.
 
-    An integer that differs by rank has no traced value. No shape depends on it.
+    Integers that differ by rank have no traced value. Shapes do not depend on them.
     """
     return 0 if value(node) is None else value(node)
 
@@ -71,8 +74,8 @@ def _convolution_backward_flops(
 ) -> int:  # fmt: skip
     """Return the FLOPs of a convolution's backward: the FLOPs of its forward for each computed gradient.
 
-    Gradients of the input and of the weight count. The weight's shape has the input channels of one group, so the
-    count is also right for grouped convolutions.
+    Gradients of the input and of the weight count, but not those of the bias. Grouped convolutions are counted right,
+    because the weight's shape has the input channels of one group.
     """
     return sum(output_mask[:2]) * conv_flop_count(input_shape, weight_shape, grad_shape, transposed)
 

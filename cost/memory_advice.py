@@ -1,4 +1,4 @@
-"""Error for a plan that needs more memory than a rank has, and changes of options that need less."""
+"""Error for a plan that needs more memory than a rank has, and advice on options that need less."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def does_not_fit(
         plan_options: {option: requested value}.
     """
     end_s = time.process_time() + SEARCH_S
-    in_time = takewhile(lambda _: time.process_time() <= end_s, ways(mesh, schedule, rows, plan_options))
+    in_time = takewhile(lambda _: time.process_time() <= end_s, _option_changes(mesh, schedule, rows, plan_options))
     remedies = list(_tried(in_time, rank.total, estimate))
     remedies.sort(key=lambda pair: (pair[1] > limit, pair[0].more_ranks, pair[1]))
     lines = [
@@ -83,11 +83,12 @@ def does_not_fit(
     stages = f"stage {', '.join(map(str, rank.stages))} of {mesh}"
     return MemoryLimitError(
         f"the plan needs {quantity(rank.total, 'B')} on a rank, and memory is {quantity(limit, 'B')}",
-        why=told(rank), where=f"{stages}; the largest: {listed}", hint="\n         ".join(lines) or "a smaller batch",
+        why=_memory_text(rank), where=f"{stages}; the largest: {listed}",
+        hint="\n         ".join(lines) or "a smaller batch",
     )  # fmt: skip
 
 
-def told(rank: RankMemory) -> str:
+def _memory_text(rank: RankMemory) -> str:
     """Format a rank's memory by kind, the largest kind first.
 
     Kinds below 1 % of the total are left out. Example: `activations of 4 microbatches in flight 3.41 GB, ...`.
@@ -101,7 +102,7 @@ def told(rank: RankMemory) -> str:
     )
 
 
-def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
+def _option_changes(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
     """Yield changes of options and of the mesh that may need less memory.
 
     Changes that keep the number of ranks come first.
@@ -153,10 +154,10 @@ def quick_remedies(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Reme
 
 
 def helpful_remedies(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
-    """Return a text for each change that needs less than `needed` bytes, up to the first that fits.
+    """Return texts on the changes that need less than `needed` bytes. End with the first change that fits.
 
-    A change fits if the fullest rank needs at most `limit` bytes. All processes must return the same texts. The
-    search therefore ends after `TRIES` changes, not after a time.
+    A change fits if the fullest rank needs at most `limit` bytes. The search ends after `TRIES` changes, not after a
+    time, so that all processes return the same texts.
     """
     lines = []
     for way, total in _tried(islice(remedies, TRIES), needed, estimate):
@@ -167,7 +168,7 @@ def helpful_remedies(remedies: Iterator[Remedy], needed: int, limit: int, estima
 
 
 def _tried(remedies: Iterable[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
-    """Yield each change with which the fullest rank needs less than `total` bytes, and the bytes it needs.
+    """Yield (change, bytes of the fullest rank) for each change that needs less than `total` bytes.
 
     Changes for which no plan exists are skipped.
     """

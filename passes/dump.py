@@ -145,7 +145,7 @@ def _own_folder(root: str) -> Path:
     with _in_words(root):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(None, "it is not writable")
+            raise PermissionError(f"{folder} is not writable")
     return folder
 
 
@@ -160,7 +160,7 @@ def _new_folder(root: str) -> Path:
         except OSError as problem:
             raise _unusable(root, problem) from None
         return parent / str(number)
-    raise AssertionError("there is always a next number")
+    raise AssertionError("unreachable: itertools.count() does not end")
 
 
 @contextmanager

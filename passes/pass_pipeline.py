@@ -82,8 +82,10 @@ class Pass:
         options = _read_options(rest)
         if options is None or any(kinds.get(option) is not type(value) for option, value in options.items()):
             taken = ", ".join(f"{option}: {kind.__name__}" for option, kind in kinds.items()) or "none"
-            raise OptionError(f"'{text}' is not a pass", why=f"the options of {name} are {taken}",
-                              hint=f"{name}, or {name}{{option=value}}")  # fmt: skip
+            raise OptionError(
+                f"'{text}' is not a valid pass", why=f"the options of {name} are {taken}",
+                hint=f"{name}, or {name}{{option=value}}",
+            )  # fmt: skip
         return replace(known[name], options=tuple(options.items()))
 
 
@@ -207,12 +209,13 @@ def _failed(called: Pass, of: str, error: Exception) -> PassError:
     """Return the PassError for an exception in a pass. It names the node that the pass was working on."""
     node = _node_of(error)
     at = f" at '{node.name}'" if node is not None else ""
-    described = AutopartError(
-        f"pass {_said(called, of)} failed{at}", why=f"{type(error).__name__}: {error}",
+    pass_failure = AutopartError(
+        f"pass {_said(called, of)} failed{at}",
+        why=f"{type(error).__name__}: {error}",
         where=(source_text(node) or module_path(node)) if node is not None else "",
-        hint="this is a fault of autopart: report it with the model, and with what AUTOPART_DUMP=folder writes",
-    )  # fmt: skip
-    return PassError(str(described))
+        hint="this is a fault of autopart: report it with the model and the dump (AUTOPART_DUMP=folder)",
+    )
+    return PassError(str(pass_failure))
 
 
 def _said(called: Pass, of: str) -> str:

@@ -1,4 +1,4 @@
-"""One program on one rank: stages bound to the rank's tensors and process groups; forward and step."""
+"""Executable of one program on one rank: stages with the rank's tensors and process groups."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ from autopart.runtime.graphs.apply_weight_updates import update_weights
 from autopart.runtime.pipeline_stages import Pipeline, StageModule, default_schedule
 from autopart.runtime.shards.shard_state import broadcast_from
 from autopart.runtime.training.backward_hooks import DeferredHooks, defer_hooks
-from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
+from autopart.runtime.training.loss_scaling import LossScaling, explain_missing_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by, scaled
 
 
 class Executable:
-    """Runs one program on this rank.
+    """Runs one program on this rank: forward, or a training step.
 
-    `parameters` and `buffers` are {name: local tensor}, shared with the executables of other programs.
+    Args:
+        parameters: {name: local parameter}, shared with the executables of other programs.
+        buffers: {name: local buffer}, shared with the executables of other programs.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Executable:
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
         reduced_names = all_reduced_names(self.parameters, program, self.stage_style)
-        separate_names = reduced_names.union(self.unsharded.parts, data_sync.methods)
+        separate_names = reduced_names.union(self.unsharded.shards, data_sync.methods)
         self.reduced_parameters = [parameter for name, parameter in self.parameters.items() if name in separate_names]
         """Parameters whose gradients ranks reduce after their backwards."""
         self.pipeline: Pipeline | None = None
@@ -93,7 +95,7 @@ class Executable:
     def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
         """Return the model's flat outputs for the global batch. Differentiable if the mesh has no pipeline.
 
-        Raises InputError if `comparison` finds that the ranks were called differently.
+        Raises InputError if `comparison` finds that ranks make different calls.
         """
         with no_autocast(), compared(comparison), self.loaded(inputs, comparison):
             if self.pipeline is not None:
@@ -110,18 +112,18 @@ class Executable:
                 comparison.finish_comparison()
                 outputs = self.rows.as_loss_terms(self._merge_on_all_ranks(runs))
             self._write_buffers()
-        return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
+        return [output.of(outputs) for output in self.program.outputs]
 
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
     ) -> tuple[Tensor, list[Any]]:
         """Run forward and backward of one global batch. Gradients are accumulated into `.grad`.
 
-        Raises InputError if `comparison` finds that the ranks were called differently.
+        Raises InputError if `comparison` finds that ranks make different calls.
 
         Args:
-            scaling: loss scaling. If a gradient is not finite, every `.grad` becomes None, even those of earlier calls.
-                An optimizer then does nothing, as after a skipped step.
+            scaling: dynamic loss scaling. If a gradient is not finite, all `.grad` become None, also those of earlier
+                calls. Then the optimizer's step changes nothing.
 
         Returns:
             The loss and the program's other outputs, for the global batch, detached.
@@ -135,11 +137,11 @@ class Executable:
         loss = self._global_loss([loss for loss, *_ in runs])
         other_outputs = self.program.outputs[1:]
         outputs = self._merge_on_all_ranks(runs) if any(o.position is not None for o in other_outputs) else []
-        return loss, [o.constant if o.position is None else outputs[o.position] for o in other_outputs]
+        return loss, [output.of(outputs) for output in other_outputs]
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """Route parameters through autograd functions whose backward reduces gradients, in a `with` block."""
+        """Make the backward of graphs that run in this `with` block reduce the parameters' gradients."""
         buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
         try:
             for bucket in buckets:
@@ -156,7 +158,7 @@ class Executable:
     ) -> list[tuple[Tensor, ...]]:  # fmt: skip
         """Run forward and backward of all microbatches.
 
-        Returns the outputs of the last stage for each microbatch; [] if this rank does not run the last stage.
+        Returns the last stage's outputs for each microbatch; [] on ranks that do not run the last stage.
         """
         loaded, is_unreduced = self.loaded(inputs, comparison), self.unreduced.matters
         fresh_gradients = self._fresh_gradients(hooks, scaling is not None)
@@ -193,7 +195,7 @@ class Executable:
 
     @contextmanager
     def reduce_during_backward(self) -> Iterator[None]:
-        """Reduce gradients over ranks while backwards run in a `with` block. At its end they are complete."""
+        """Reduce gradients while backwards run in this `with` block. At its end all reductions are complete."""
         reducers = [module.reducer for module in self.modules]
         self.reductions.clear()
         try:
@@ -224,7 +226,7 @@ class Executable:
         return loss.detach(), *other_outputs
 
     def _chain(self, microbatch: int) -> tuple[Any, ...]:
-        """Run one microbatch through all stages. Only without a pipeline, when this rank has all stages."""
+        """Run one microbatch through all stages, without a pipeline: this rank has all stages."""
         values: tuple[Any, ...] = ()
         for module in self.modules:
             values = module.run(values, microbatch)
@@ -267,7 +269,8 @@ class Executable:
     def loaded(self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True) -> Iterator[None]:
         """Load the stages with the inputs of a call, for a `with` block.
 
-        `sends`: the stages communicate right after loading, so the comparison of the ranks' calls is finished before.
+        Args:
+            sends: graphs communicate in the block. Then the comparison of the ranks' calls is finished first.
         """
         device = self.process.device
         local_inputs = move_to_device(device, self.program, inputs)
@@ -301,10 +304,13 @@ class Executable:
 
     @contextmanager
     def _fresh_gradients(self, hooks: DeferredHooks, every: bool) -> Iterator[None]:
-        """Set `.grad` to None in a `with` block, for parameters with reduced gradients or with hooks.
+        """Set `.grad` of parameters to None for a `with` block, and add the earlier gradients at its end.
 
-        `every`: for all parameters. At the end of the block the earlier gradients are added again, once. For all other
-        parameters, autograd accumulates into the earlier `.grad` in place.
+        Applies to parameters whose gradients are reduced or that have hooks. For other parameters, autograd accumulates
+        into the earlier `.grad`.
+
+        Args:
+            every: apply to all parameters.
         """
         parameters = self.parameters.values() if every else [*self.reduced_parameters, *hooks.parameters]
         before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
@@ -324,7 +330,8 @@ class Executable:
 def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
     """Move the inputs of a call to the device of this rank.
 
-    Dropout seeds stay on the host, which reads them. Reading them from a GPU would synchronise with the GPU.
+    Dropout seeds stay on the host, because host code reads them. Reading them from a GPU would synchronise with the
+    GPU.
     """
     return [
         value.to(device) if isinstance(value, Tensor) and name != SEEDS else value
@@ -333,18 +340,18 @@ def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Return True if a stage graph communicates: it has an operator over a mesh axis."""
+    """Return True if a stage graph has an operator that communicates over a mesh axis."""
     return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """Run a call in a `with` block, and finish the comparison of the ranks' calls if the call fails.
+    """Finish the comparison of the ranks' calls if this `with` block, which runs a call, fails.
 
-    If the ranks passed different arguments, an error that names these arguments replaces the call's error.
+    If the ranks passed different arguments, an error that names these arguments replaces the original error.
     """
     try:
-        with naming_operators():
+        with explain_missing_operators():
             yield
     except Exception:
         comparison.finish_comparison()

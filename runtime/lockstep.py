@@ -1,9 +1,9 @@
 """Run all ranks of a program in one process, in lockstep. `verify` uses it.
 
 The stage graphs are interpreted node by node. A value is a list of local values, one for each rank of the stage. A
-conversion is a function of the local tensors of one group. It uses the same primitives and the same arithmetic of
-chunks as with process groups. Its autograd function takes and returns the full list. So one `torch.autograd.backward`
-over the losses of all ranks computes the gradients of every rank.
+collective is a function of the local tensors of all ranks of a group, with the same arithmetic as on process groups.
+Its autograd function takes and returns the list of these tensors. So one `torch.autograd.backward` over the losses of
+all ranks computes the gradients of every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PerRank = dict[int, Any]
 OnValue = Callable[[int, int, fx.Node, PerRank], None]
 """Called as on_value(stage index, microbatch, node, {rank: value}) after every node."""
 
-Seen = Callable[[fx.Node, PerRank], None]
+OnNode = Callable[[fx.Node, PerRank], None]
 
 
 def run_lockstep(
@@ -60,14 +60,14 @@ def run_lockstep(
     Differentiable. Without grad mode each value is freed after its last use.
 
     Args:
-        parameters: {rank: {name: local tensor}}, as from `shard_state.shard_parameters`. Parameters that the model
-            writes are changed in place.
+        parameters: {rank: {name: local tensor}}, as from `shard_state.shard_parameters`. If the model updates a
+            parameter in its forward, the local tensors are changed in place.
         buffers: {name: tensor}, equal on every rank. They are not changed.
         inputs: in the order of `program.input_names`.
         on_value: called after every node.
         stage_style: assignment of stages to ranks, "loop" or "V".
-        primitives: collectives on lists, in place of `LIST_PRIMITIVES`.
-        new_buffers: dict that receives {rank: {name: value}} of the buffers that each rank's stages write.
+        primitives: collectives on lists, instead of `LIST_PRIMITIVES`.
+        new_buffers: dict that receives {rank: {buffer: new value}}.
 
     Returns:
         {rank: one tuple of outputs per microbatch} for the ranks of the last stage.
@@ -113,7 +113,10 @@ def run_lockstep(
 def _prologue_values(
     stage: Stage, device: torch.device, buffers: Mapping[str, Tensor], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Run a stage's prologue node by node: it runs only once, so generating code would take longer."""
+    """Run a stage's prologue (its part on the global batch) with an fx interpreter.
+
+    It runs once, so that interpreting takes less time than generating code.
+    """
     run = fx.Interpreter(bind(stage.prologue, {}, {}, device, buffers, module_type=LazyGraphModule))
     run.extra_traceback = False
     values: tuple[Any, ...] = run.run(*inputs)
@@ -121,19 +124,19 @@ def _prologue_values(
 
 
 def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tensor]]) -> torch.device:
-    """Return the device of the parameters, to which the inputs of the run are moved."""
+    """Return the device of the parameters, or of the inputs if there are no parameters."""
     tensors = [t for local in parameters.values() for t in local.values()]
     tensors += [t for t in inputs if isinstance(t, Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _rank_copies(values: Sequence[Any]) -> list[Any]:
-    """Return copies of the values that need a gradient, so that each rank has separate gradients."""
+    """Copy the values that require a gradient, so that each rank has separate gradients."""
     return [v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
 
 class _StageRun:
-    """Run of one stage on all its ranks."""
+    """Run of one stage on all ranks that have this stage."""
 
     def __init__(
         self,
@@ -152,11 +155,11 @@ class _StageRun:
         self.parameters, self.buffers, self.device = parameters, buffers, device
         self.mesh, self.ranks = mesh, list(keywords)
         self.coordinates = {rank: mesh.coordinates(rank) for rank in self.ranks}
-        self.graph = with_mask_structure(stage, self._bands()).graph.graph
+        self.graph = with_mask_structure(stage, self._common_mask_structures()).graph.graph
         self.last_uses = _last_uses(self.graph)
 
-    def _bands(self) -> dict[str, MaskStructure]:
-        """Return {mask: structure} of the masks that have the same structure on all ranks and microbatches."""
+    def _common_mask_structures(self) -> dict[str, MaskStructure]:
+        """Return {mask: structure} of masks with the same structure on all ranks and microbatches."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
         mask_structures = [
@@ -170,11 +173,11 @@ class _StageRun:
         values: dict[fx.Node, PerRank] = {}
         positional = iter(received)
         names = {stage_input.name for stage_input in self.stage.inputs}
-        seen = partial(on_value, self.stage.index, microbatch) if on_value is not None else _ignore
+        on_node = partial(on_value, self.stage.index, microbatch) if on_value is not None else _ignore
         for region, members in groupby(self.graph.nodes, lambda node: facts(node).get("region")):
             nodes = list(members)
             if region is not None:
-                values.update(self._region(nodes, values, seen))
+                values.update(self._region(nodes, values, on_node))
             for node in nodes:
                 if node.op == "output":
                     outputs = [{rank: values[a][rank] if isinstance(a, fx.Node) else a for rank in self.ranks}
@@ -184,10 +187,10 @@ class _StageRun:
                     return outputs[:count]
                 if region is None:
                     values[node] = self._value(node, values, positional, names, microbatch)
-                    seen(node, values[node])
+                    on_node(node, values[node])
                 for used in self.last_uses.get(node, ()):
                     values.pop(used, None)
-        raise AssertionError("a graph without an output")
+        raise AssertionError("the graph has no output node")
 
     def _value(
         self, node: fx.Node, values: Mapping[fx.Node, PerRank], received: Iterator[PerRank], names: set[str],
@@ -199,14 +202,16 @@ class _StageRun:
             return {rank: self.keywords[rank][microbatch][node.target] for rank in self.ranks}
         return next(received)
 
-    def _region(self, nodes: list[fx.Node], values: Mapping[fx.Node, PerRank], seen: Seen) -> dict[fx.Node, PerRank]:
+    def _region(
+        self, nodes: list[fx.Node], values: Mapping[fx.Node, PerRank], on_node: OnNode
+    ) -> dict[fx.Node, PerRank]:
         """Run a recompute region on all ranks and return its outputs.
 
-        When the region runs again in backward, `seen` is not called.
+        `on_node` is called after each node in forward, not when the backward recomputes the region.
         """
         members = set(nodes)
         region_inputs = {used: values[used] for node in nodes for used in node.all_input_nodes if used not in members}
-        runs = iter([seen])
+        runs = iter([on_node])
 
         def run() -> dict[fx.Node, PerRank]:
             local, show = dict(region_inputs), next(runs, _ignore)
@@ -256,17 +261,16 @@ class _StageRun:
 
 
 def _sum_along(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Sum the values of the ranks that differ only along an axis."""
+    """Sum the values of each group of ranks along a mesh axis."""
     groups = groups_along(mesh, list(values), axis)
     return {rank: torch.stack([values[peer] for peer in group]).sum(0) for group in groups for rank in group}
 
 
-def _ignore(node: fx.Node, value: PerRank) -> None:
-    """Do nothing: the default of `on_value`."""
+def _ignore(node: fx.Node, value: PerRank) -> None: ...
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return {node: the nodes that it is the last one to use}."""
+    """Return {node: values that can be freed after the node, because no later node uses them}."""
     used_later: set[fx.Node] = set()
     uses: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -284,10 +288,10 @@ def convert_list(
     operator: str, values: Sequence[Tensor], *arguments: Any, primitives: Primitives | None = None,
     dtypes: Dtypes = (None, None),
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Apply a conversion operator for all ranks of one group.
+    """Apply a collective operator for all ranks of one group.
 
-    The operator is `torch.ops.autopart.<operator>(x, axis, *arguments, dtype=, grad_dtype=)`. A tensor argument is a
-    list over the ranks, as `values` is.
+    The operator is `torch.ops.autopart.<operator>(x, axis, *arguments, dtype=, grad_dtype=)`. `values` has the `x` of
+    each rank. A tensor in `arguments` is also passed as a list over the ranks.
 
     >>> convert_list("all_reduce", [torch.tensor(1.0), torch.tensor(2.0)])
     (tensor(3.), tensor(3.))

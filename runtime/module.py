@@ -28,9 +28,9 @@ from autopart.runtime.comm.call_random import check_exact
 from autopart.runtime.comm.process_mesh import connect, device_of, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import meeting, watched
-from autopart.runtime.consistency.rank_checks import begin_alike, described
+from autopart.runtime.consistency.rank_checks import check_same_start, model_texts
 from autopart.runtime.consistency.replicas import Replicas
-from autopart.runtime.consistency.same_call import Comparison, Given
+from autopart.runtime.consistency.same_call import ComparedCall, Comparison
 from autopart.runtime.executable import Executable
 from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync, check_reduced
@@ -71,14 +71,14 @@ Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class ProgramSource(Protocol):
-    """Interface through which a ParallelModule gets its programs.
+    """Interface through which a ParallelModule gets programs. It traces new calls.
 
-    It traces a call if needed, and returns the same Program for equal calls.
+    Equal calls get the same Program.
     """
 
     @property
     def plan(self) -> Any:
-        """The plan that the programs follow."""
+        """The plan of all programs."""
 
     def program(
         self,
@@ -101,14 +101,14 @@ class ProgramSource(Protocol):
 
     @property
     def written(self) -> Collection[str]:
-        """Names of frozen parameters that calls write. They are buffers of the module."""
+        """Names of frozen parameters that the model writes in its forward. The module has them as buffers."""
 
     @property
     def changed_values(self) -> str:
-        """Text of the Python values that differ between the last call and the first call of its program."""
+        """Text of Python values that have changed since the program of the last call was traced."""
 
     def agreed(self) -> Mapping[str, str]:
-        """Return {subject: text} of versions, options and the plan. Each text must be equal on all ranks."""
+        """Return {name: text} of versions, options and the plan. Each text must be equal on all ranks."""
 
 
 class ParallelModule(
@@ -117,8 +117,8 @@ class ParallelModule(
     """A model partitioned over a device mesh.
 
     Every rank creates it from the same model and calls it with the same global batch. With `local_batch` each rank
-    passes its own samples, and outputs hold its own samples too. Parameters have the model's names and hold this rank's
-    shards. `full_state_dict` and `full_grads` gather full tensors.
+    passes and gets only its own samples. Parameters have the model's names and hold this rank's shards.
+    `full_state_dict` and `full_grads` gather full tensors.
 
     Example (the same on every rank, under torchrun):
         pm = autopart.parallelize(model, "dp2,tp2", example_kwargs=batch)
@@ -158,8 +158,8 @@ class ParallelModule(
         watch = meet(mesh, device_mesh, timeout, compile)
         host_group = None if watch is None else watch.group
         weights_subject = {} if weights is None else dict([weights.subject])
-        subjects = {**weights_subject, "mesh": str(mesh), **compiler.agreed(), **described(model)}
-        begin_alike(model, subjects, host_group, program, weights=program is not None)
+        subjects = {**weights_subject, "mesh": str(mesh), **compiler.agreed(), **model_texts(model)}
+        check_same_start(model, subjects, host_group, program, weights=program is not None)
         if weights is not None:
             weights.check()
         self._weights = weights
@@ -192,15 +192,16 @@ class ParallelModule(
 
     @property
     def plan(self) -> Any:
-        """The plan that the programs follow."""
+        """The plan of all programs of this module."""
         return self._compiler.plan
 
     @watched
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for the global batch, on every rank.
 
-        Without a pipeline axis the call is differentiable. After `loss.backward()` this rank's gradients are complete,
-        also for inputs that require one. So the module can be part of a larger model.
+        Without a pipeline axis the call is differentiable. After `loss.backward()` the gradients of this rank's
+        parameters and of inputs are complete. So the module can be part of a larger model.
+
         With a pipeline axis the call runs without gradients, and `backward()` of its output raises an error. Use `step`
         to train.
         """
@@ -234,22 +235,22 @@ class ParallelModule(
         """Run forward and backward of one global batch through the schedule.
 
         Adds complete gradients to `.grad` of this rank's parameters. Returns the loss of the global batch on every
-        rank, a detached scalar because its backward has run. A batch of a new shape is traced at its first call.
+        rank, as a detached scalar, because its backward has run. A batch of a new shape is traced at its first call.
 
-        With `schedule="1f1b_2bw"` loss and gradients are those of the batch before. The first call leaves no gradient
+        With `schedule="1f1b_2bw"` loss and gradients are those of the previous batch. The first call adds no gradient
         and returns NaN. `flush()` finishes the last batch.
 
         Args:
             loss_fn: computes the loss as `loss_fn(outputs, target)`, for a model that returns no loss. It is traced
                 with the model.
             loss_scale: a number, or a tensor with one entry. Gradients are those of `loss_scale` times the loss. The
-                returned loss and earlier gradients in `.grad` are not multiplied. It is independent of `pm.loss_scale`,
-                which `precision="fp16"` applies and divides out again; there, every `.grad` is None if a gradient is
-                not finite.
-            num_tokens: for a loss that is a mean over labels: the number of labels in all batches whose gradients are
-                accumulated. Loss and gradients are then the sum over this batch's labels divided by that number.
-            outputs: return `(loss, outputs)`, with the model's outputs of this forward for the global batch, detached,
-                on every rank (which takes their memory).
+                returned loss and earlier gradients in `.grad` are not multiplied. With `precision="fp16"`, `step` also
+                applies `pm.loss_scale`, a separate factor, and divides it out again. Then every `.grad` is None if a
+                gradient is not finite.
+            num_tokens: number of labels in all batches whose gradients are accumulated, for a loss that is a mean over
+                labels. Loss and gradients are then sums over this batch's labels, divided by this number.
+            outputs: return `(loss, outputs)` on every rank. `outputs` are the model's outputs for the global batch,
+                detached.
         """
         options = StepOptions.read(
             self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
@@ -300,7 +301,7 @@ class ParallelModule(
     def full_grads(self) -> dict[str, Tensor]:
         """Return {name: full gradient} on every rank. A collective call.
 
-        The names are those of the model's `named_parameters` that have a gradient.
+        It has the names of the model's `named_parameters`, without those that have no gradient.
         """
         program = self._traced("full_grads")
         check_reduced(self._process, "full_grads()")
@@ -345,15 +346,15 @@ class ParallelModule(
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights by the model's names, each as this rank's shard or as the full tensor.
 
-        Names of other stages are accepted. Returns and raises as `nn.Module.load_state_dict`, plus OptionError for
-        `assign`.
+        Names of other stages' parameters are accepted. Raises OptionError for `assign=True`. In all else it returns and
+        raises as `nn.Module.load_state_dict`.
         """
         self._traced("load_state_dict()")
         self._in_flight.check_landed("load_state_dict()")
         if assign:
             raise OptionError(
-                "load_state_dict(assign=True) on a partitioned model",
-                why="its parameters are shards, which optimizers and the program hold",
+                "load_state_dict(assign=True) is not supported for a partitioned model",
+                why="the program and optimizers hold references to its parameters",
                 hint="leave assign out: values are copied into them",
             )
         return super().load_state_dict(state_dict, strict=strict)
@@ -368,19 +369,19 @@ class ParallelModule(
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def _meet(self, name: str) -> None:
-        """Wait until every rank calls the method `name`. Raise InputError on all ranks if one does not."""
+        """Wait until every rank calls the method `name`. Raise InputError on all ranks if one calls another."""
         self._in_flight.drain()
         if self._program is not None:
             none = frozenset[str]() if self._local_batch else None
-            called = Given(name, self._calls[name], f"{name}()", {}, none)
+            called = ComparedCall(name, self._calls[name], f"{name}()", {}, none)
             Comparison(called, self._process).finish_comparison()
 
     @contextmanager
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Compare a call with the calls of other ranks if tracing it fails in this `with` block.
+        """Compare this call with the calls of other ranks if this `with` block, which traces it, fails.
 
-        With `local_batch`, other ranks can pass samples for which the trace succeeds. Then all ranks raise an error
-        that shows the difference.
+        With `local_batch`, the trace can succeed on other ranks, whose samples have other shapes. Then all ranks raise
+        an error that shows the difference.
         """
         try:
             yield
@@ -388,7 +389,7 @@ class ParallelModule(
             if self._local_batch:
                 rows = num_rows(flatten_call({"args": args, "kwargs": dict(kwargs)}))
                 text = f"{name}(), where {str(error).splitlines()[0]}"
-                called = Given(name, self._calls[name], text, {}, frozenset(), rows)
+                called = ComparedCall(name, self._calls[name], text, {}, frozenset(), rows)
                 Comparison(called, self._process).finish_comparison()
             raise
 
@@ -408,7 +409,7 @@ class ParallelModule(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
-        """Return the executable for a call, and the comparison of the ranks' calls, which is in flight."""
+        """Return the executable for a call, and the comparison of the call between ranks, in flight."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unreduced.is_open else ""
@@ -428,7 +429,7 @@ class ParallelModule(
             {**tensors, **criterion},
         )
         trains = purpose != "step" or backward_hooks.trains(self._local_parameters, inputs)
-        called = Given(purpose, self._calls[purpose], text, tensors, program.row_inputs, rows, problem, trains)
+        called = ComparedCall(purpose, self._calls[purpose], text, tensors, program.row_inputs, rows, problem, trains)
         comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
@@ -438,7 +439,7 @@ class ParallelModule(
         def make() -> Executable | StepRunner:
             is_first = self._program is None
             subjects = self._compiler.agreed() if is_first else {}
-            begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
+            check_same_start(self._source.model, subjects, self._process.host_group, program, weights=is_first)
             adopted = self._adopt(program)
             buffers = {**self._local_buffers, **criteria.local} if criterion else self._local_buffers
             bound = partial(
@@ -459,10 +460,10 @@ class ParallelModule(
         return executable, comparison
 
     def _adopt(self, program: Program) -> Program:
-        """Make `program` the current program, and register the parameters and buffers that are new in it.
+        """Make `program` the current program, and register its new parameters and buffers.
 
-        Returns the program with the storage of parameters that earlier programs have chosen. A rank whose stages use no
-        parameter gets an empty placeholder.
+        Parameters of earlier programs stay sharded as they are. Returns `program` with their layouts. If this rank's
+        stages use no parameter, registers an empty placeholder.
         """
         model = self._source.model
         check_exact(program, self._process.device)
@@ -515,7 +516,7 @@ class ParallelModule(
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
-        """Initialise the state that steps change. No program has run yet."""
+        """Create the objects that count steps or have state of gradients, for a module that has run no step."""
         stage_style = stage_style_of(self._schedule)
         self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)

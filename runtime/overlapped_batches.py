@@ -1,7 +1,7 @@
-"""Batches that `step` leaves unfinished, and how a module finishes them at its other calls.
+"""Batches that are still in flight when `step` returns, under the schedule "1f1b_2bw".
 
-`OverlappedBatches` is for schedules that finish every batch, so no batch is ever in flight. The package that implements
-a schedule in `autopart.ir.run.schedules.DELAYED` subclasses it.
+Under all other schedules `step` finishes its batch, and the class `OverlappedBatches` does nothing. The optional
+package that implements "1f1b_2bw" subclasses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopart.runtime.training.step_options import StepOptions
 
 
 class StepRunner(Protocol):
-    """Interface of an object that runs steps of a program, such as `Executable`."""
+    """Interface of an object that runs training steps of a program, such as `Executable`."""
 
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
@@ -33,7 +33,7 @@ class StepRunner(Protocol):
 
 
 class OverlappedBatches:
-    """Unfinished batches of a module, for schedules that leave none.
+    """Batches of a module that are in flight between calls. In this base class there are none.
 
     Args:
         schedule: the module's schedule.
@@ -45,11 +45,11 @@ class OverlappedBatches:
 
     @property
     def is_cold(self) -> bool:
-        """True if a batch is in flight whose executable has not run before."""
+        """True if the executable of the batch in flight has not finished any batch yet."""
         return False
 
     def bind(self, program: Program, make: Callable[..., Executable]) -> StepRunner:
-        """Bind a program to this rank for `step`.
+        """Return an object that runs training steps of a program on this rank.
 
         Args:
             make: function that creates an executable for `parameters={name: tensor}`.
@@ -57,16 +57,19 @@ class OverlappedBatches:
         return make(parameters=self.parameters)
 
     def flush(self) -> Tensor:
-        """Finish the batch in flight, and add its gradients to `.grad`. Return its loss, NaN without a batch."""
+        """Finish the batch in flight, and add its gradients to `.grad`. Return its loss.
+
+        The loss is NaN if no batch is in flight.
+        """
         raise UsageError(
-            "flush() without schedule='1f1b_2bw'", hint="remove the call",
-            why="with other schedules step() finishes its batch: nothing is left to flush",
+            "flush() is only for schedule='1f1b_2bw'", hint="remove the call",
+            why="with other schedules step() finishes its batch, so there is nothing to flush",
         )  # fmt: skip
 
     def drain(self) -> None:
         """Finish the batch in flight, if any. A later call adds its gradients to `.grad`.
 
-        All ranks must drain at the same point of their call sequence.
+        Every rank must call this between the same two calls of the module.
         """
 
     def drained_on_error(self) -> AbstractContextManager[None]:
@@ -74,13 +77,14 @@ class OverlappedBatches:
         return nullcontext()
 
     def check_landed(self, what: str) -> None:
-        """Raise UsageError if the gradient of a started batch is not in `.grad` yet.
+        """Raise UsageError if the gradient of the batch in flight is not in `.grad` yet.
 
-        `what`: the call that needs the gradient.
+        Args:
+            what: the call that needs the gradient, for the message.
         """
 
     def check_step(self, options: StepOptions, leaves_unreduced: bool) -> None:
-        """Raise UsageError for options of `step` that do not work while batches overlap."""
+        """Raise UsageError for options of `step` that the schedule does not support."""
 
 
 class FlushMethods:

@@ -1,4 +1,4 @@
-"""Pipeline stages on a rank, run by the schedules of `torch.distributed.pipelining` or forward only."""
+"""Pipeline stages of a rank, run by schedules of `torch.distributed.pipelining`, or forward only."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from autopart.tracing.call_cache import Recent
 
 
 def default_schedule(program: Program) -> str:
-    """Return the schedule for a program whose plan names none.
+    """Return the schedule of a program if its plan has none.
 
-    It is 1F1B, interleaved if a rank has several stages.
+    It is interleaved 1F1B if a rank has several stages, else 1F1B.
     """
     return "interleaved_1f1b" if len(program.stages) > program.mesh.size("pp") else "1f1b"
 
@@ -47,7 +47,12 @@ _MAX_GRAPHS = 4
 
 
 class _BoundGraph(NamedTuple):
-    """A stage graph bound to this rank, its blocks of ZeRO-3 weights, and the names of its keyword inputs."""
+    """A stage graph bound to this rank.
+
+    Attributes:
+        blocks: blocks of weights that are unsharded at their use (ZeRO 3).
+        names: keyword inputs of the graph.
+    """
 
     graph: fx.GraphModule
     blocks: UnshardBlocks | None
@@ -61,15 +66,15 @@ class _Loaded:
     Attributes:
         arguments: keyword inputs of each microbatch.
         mask_structures: mask structures of each microbatch.
-        written: for each microbatch, the graph that is specialised to its masks.
-        prologue_updates: buffer updates of the prologue.
-        graph_updates: buffer updates of each microbatch.
+        graphs: for each microbatch, the graph that is specialised to its mask structures.
+        prologue_updates: new buffer values that the prologue has computed.
+        graph_updates: new buffer values that the graph has computed for each microbatch.
         other_outputs: {microbatch: outputs other than the loss}, on the last stage in a step.
     """
 
     arguments: list[Arguments] = field(default_factory=list)
     mask_structures: list[MaskStructures] = field(default_factory=list)
-    written: list[_BoundGraph] = field(default_factory=list)
+    graphs: list[_BoundGraph] = field(default_factory=list)
     prologue_updates: Sequence[Tensor] = ()
     graph_updates: list[Sequence[Tensor]] = field(default_factory=list)
     other_outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -78,9 +83,9 @@ class _Loaded:
 class StageModule(nn.Module):
     """One stage on this rank: its bound graph, and its inputs for the current call.
 
-    `load(inputs)` runs the prologue on the global batch. `run(received, microbatch)` runs the graph on one microbatch.
-    `torch.distributed.pipelining` calls `forward(*received, microbatch=index)`, with `index` a tensor of the microbatch
-    number.
+    `load(inputs)` runs the prologue (masks, positions) on the global batch. `run(received, microbatch)` runs the graph
+    on one microbatch. `torch.distributed.pipelining` calls `forward(*received, microbatch=index)`, with the microbatch
+    number as a tensor.
     """
 
     def __init__(
@@ -97,9 +102,9 @@ class StageModule(nn.Module):
         self.constants = Constants(prologue)
         self.prologue = prologue.forward  # not a submodule, because it has no trained parameters
         self.masks = StageMasks(stage, self._bind, constant_masks)
-        self.written: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)
+        self.specialized_graphs: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)
         """{mask structures: the stage's graph specialised to them}."""
-        self.graph = self._written(()).graph
+        self.graph = self._specialized_graph(()).graph
         keywords = {stage_input.name for stage_input in stage.inputs}
         placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
         self.received_names = [str(name) for name in placeholders if name not in keywords]
@@ -109,8 +114,8 @@ class StageModule(nn.Module):
     def needs_full_backward(self) -> bool:
         """True if the backward must not be split into input gradients and weight gradients.
 
-        Each part of a split backward would recompute the regions, and the second part would do so once per weight. A
-        compiled graph has a single backward.
+        A split backward would recompute regions once for the inputs, and again for each weight. A compiled graph has
+        only one backward.
         """
         return (
             self.compiled
@@ -132,7 +137,7 @@ class StageModule(nn.Module):
         groups = {**process.groups, **process.joined_groups}
         return bind(graph, groups, process.coordinates, process.device, self.tensors, self.unsharded.parameters)
 
-    def _written(self, mask_structures: MaskStructures) -> _BoundGraph:
+    def _specialized_graph(self, mask_structures: MaskStructures) -> _BoundGraph:
         def write() -> _BoundGraph:
             stage = with_mask_structure(self.stage, dict(mask_structures), self.process.device)
             graph = self._bind(stage.graph)
@@ -141,19 +146,19 @@ class StageModule(nn.Module):
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _BoundGraph(self._finalize(graph), blocks, names)
 
-        return self.written.get(mask_structures, write)
+        return self.specialized_graphs.get(mask_structures, write)
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Prepare a bound graph to run: compile it, or make its recompute regions checkpointed calls."""
         return compiled(graph) if self.compiled else with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
-        """Compute this stage's inputs from the global `inputs`, and split them into this rank's microbatches."""
+        """Compute this stage's inputs from the global batch, and split them into this rank's microbatches."""
         values = self.prologue(*inputs)
         count = len(self.stage.inputs)
         arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
         mask_structures = self.masks.mask_structures(arguments)
-        graphs = [self._written(one) for one in mask_structures]
+        graphs = [self._specialized_graph(one) for one in mask_structures]
         used_arguments = [
             {name: value for name, value in named.items() if name in one.names}
             for named, one in zip(arguments, graphs, strict=True)
@@ -161,9 +166,9 @@ class StageModule(nn.Module):
         self.loaded = _Loaded(used_arguments, mask_structures, graphs, prologue_updates=values[count:])
 
     def unload(self, failed: bool = False) -> None:
-        for written in self.written.values():
-            if written.blocks is not None:
-                written.blocks.rest(failed)
+        for bound in self.specialized_graphs.values():
+            if bound.blocks is not None:
+                bound.blocks.release_weights(failed)
         self.loaded = _Loaded()
 
     def new_buffers(self) -> NewBuffers:
@@ -171,15 +176,15 @@ class StageModule(nn.Module):
         return buffer_updates_of(self.stage, self.program, self.loaded.prologue_updates, self.loaded.graph_updates)
 
     def run(self, received: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
-        """Run the graph on a microbatch and return the values that it sends."""
+        """Run the graph on a microbatch. Return the values to send to the next stage, or the outputs."""
         named = {**dict(zip(self.received_names, received, strict=True)), **self.loaded.arguments[microbatch]}
-        written = self.loaded.written[microbatch]
-        with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch():
-            outputs = written.graph.forward(**named)  # without the overhead of nn.Module.__call__
+        bound = self.loaded.graphs[microbatch]
+        with nullcontext() if bound.blocks is None else bound.blocks.forward_of_microbatch():
+            outputs = bound.graph.forward(**named)  # without the overhead of nn.Module.__call__
         count = len(self.stage.sends)
         if self.stage.graph_updates:
             self.loaded.graph_updates.append(outputs[count:])
-        return self.constants.apart(outputs[:count])
+        return self.constants.copy_cached(outputs[:count])
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
         if received:
@@ -196,9 +201,9 @@ class StageModule(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """Autograd function: move received values from the transport device to `device`.
+    """Autograd function: move received values to `device`, and their gradients back, ready to send.
 
-    Backward makes gradients dense and contiguous for sending. Inputs that the stage does not use get zeros.
+    Gradients become dense and contiguous. Values that the stage does not use get zeros.
     """
 
     @staticmethod
@@ -212,7 +217,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Sends(torch.autograd.Function):
-    """Autograd function: move values to the transport device, from which they are sent.
+    """Autograd function: move values to the device from which they are sent.
 
     Zero-bubble schedules detach the results in place, so a result must not be a view, a parameter or a received value.
     """
@@ -228,7 +233,7 @@ class _Sends(torch.autograd.Function):
 
 
 class Pipeline:
-    """The stages of this rank, run under one schedule."""
+    """The stages of this rank and the schedule that runs them."""
 
     def __init__(self, modules: Sequence[StageModule], program: Program, process: Process, schedule: str):
         pp = process.mesh.size("pp")
@@ -280,16 +285,16 @@ class Pipeline:
         return [(loss.detach(), *other_outputs[0][index]) for index, loss in enumerate(losses)]
 
     def run_on_indices(self, losses: list[Tensor] | None = None) -> None:
-        """Run a step of the schedule, with microbatch numbers in place of samples.
+        """Run a step of the schedule, with microbatch numbers instead of samples.
 
-        Each stage finds the samples of a microbatch by the number.
+        Each stage finds the inputs of a microbatch by its number.
         """
         indices, target = torch.arange(self.program.microbatches), torch.zeros(self.program.microbatches)
         with torch.enable_grad():
             self.schedule.step(microbatch=indices, target=target, losses=losses, return_outputs=False)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """Return the loss that the last stage has computed, scaled. The schedule differentiates it."""
+        """Return the last stage's loss, whose backward multiplies gradients by the loss scale."""
         return scaled(loss, self.loss_scale)
 
     @torch.no_grad()
@@ -297,8 +302,8 @@ class Pipeline:
         """Run the forward of all microbatches. Return the last stage's outputs for each, on ranks that run it.
 
         Each rank runs all microbatches of its first stage, then of its next stage. With two ranks and several stages
-        per rank, ranks send in both directions. Then a rank finishes receiving before it sends, so that neither
-        direction waits for the other.
+        per rank, each rank both sends to and receives from the other. Then a rank sends only after it has received all,
+        so that the ranks do not wait for each other.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1
@@ -333,7 +338,10 @@ class Pipeline:
         return tuple(received)
 
     def _send(self, module: StageModule, ready: dict[int, tuple[Any, ...]]) -> list[dist.Work]:
-        """Send values of `ready` whose next stage is on another rank, and remove them from `ready`."""
+        """Send outputs of microbatches to the next stage, if it is on another rank, and clear `ready`.
+
+        `ready`: {microbatch: outputs that are not sent yet}.
+        """
         if module.is_last or self.coordinate(module.stage.index + 1) == self.process.pp:
             return []
         works = []
@@ -349,12 +357,15 @@ class Pipeline:
 
 
 def _num_uses(node: fx.Node) -> int:
-    """Return the number of operators that use a value, directly or after a conversion."""
+    """Return the number of operators that use a value, directly or after a collective."""
     return sum(_num_uses(user) if axis_of(user) else 1 for user in node.users)
 
 
 def _empty_dw_builder() -> Callable[..., None]:
-    """Return a weight backward for PipelineStage that does nothing: the input backward has done all work."""
+    """Return a function that does nothing: PipelineStage calls it instead of a weight backward.
+
+    The stage's input backward has then computed the weight gradients too.
+    """
     return lambda: None
 
 

@@ -25,7 +25,7 @@ from autopart.ir.trace import Trace
 from autopart.options import Options
 from autopart.passes.choose.explain.unsharded_operators import divided
 from autopart.passes.choose.plan_codec import decode
-from autopart.plans.headlines import whole_rows, whole_text
+from autopart.plans.headlines import replicated_operator_text, replicated_operators
 from autopart.recipe.make_plan import make_plan, prepare
 from autopart.tracing.trace_model import WithLoss, bind_call, flatten_call
 
@@ -85,7 +85,7 @@ class Outcome:
         if number:
             parts.append(f"{number} operator{'s run' if number > 1 else ' runs'} in full")
         yield f"{self.mesh} works: {', '.join(parts) or 'the model has no matrix products'}"
-        yield from (f"  full   {whole_text(row)}" for row in self.whole[:MOST_UNSHARDED])
+        yield from (f"  full   {replicated_operator_text(row)}" for row in self.whole[:MOST_UNSHARDED])
         rest = self.whole[MOST_UNSHARDED:]
         if rest:
             yield f"  full   {sum(row['count'] for row in rest)} more, of {len(rest)} kinds: see autopart explain"
@@ -181,7 +181,7 @@ def _outcome(model: nn.Module, trace: Trace, flops: int, mesh: Mesh) -> Outcome:
     except AutopartError as error:
         return Outcome(str(mesh), str(error))
     loads = [stage["flops"] for stage in plan.stages]
-    rows = whole_rows(plan, flops)
+    rows = replicated_operators(plan, flops)
     shares = divided(trace, decode(trace, plan, mesh))
     notes = [note for note in plan.notes if note not in trace.notes]
     listed = sum(row["share"] for row in rows)

@@ -18,7 +18,7 @@ from autopart import __version__
 from autopart.cli.console import JSON, WIDTH, rank, reports_errors, tell
 from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, CommandOptions, facts, shared, training_of
 from autopart.common.extras import load_extra
-from autopart.common.files import check_place
+from autopart.common.files import check_writable
 from autopart.common.progress import phase
 from autopart.errors import OptionError, PlanError
 from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
@@ -58,7 +58,7 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
       autopart plan --hf-config llama-8b --mesh pp4,tp8 -o plan.json
     """
     if output is not None:
-        check_place(Path(output), PlanError, WRITABLE)
+        check_writable(Path(output), PlanError, WRITABLE)
     new_plan = CommandOptions(options).plan()
     if output is None:
         click.echo(new_plan.to_json(), nl=False)
@@ -85,7 +85,7 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
       autopart explain --hf-config gpt2 --mesh tp2
     """
     if path is not None and (options["model"] or options["hf_config"]):
-        raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
+        raise OptionError("explain takes a plan or a model, not both", hint=f"autopart explain {path}")
     shown_plan = Plan.load(path) if path is not None else CommandOptions(options).plan()
     tell(as_json, facts(shown_plan), shown_plan.explain().rstrip("\n"))
 
@@ -111,7 +111,7 @@ def search(
       autopart search --hf-config llama-8b --batch 512 --devices 64 -o plan.json
     """
     if output is not None:
-        check_place(Path(output), PlanError, WRITABLE)
+        check_writable(Path(output), PlanError, WRITABLE)
     given = CommandOptions(options)
     planning = given.planning(SearchOptions)
     source = given.source(meta=options["model"] is None)
@@ -287,9 +287,8 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
     if compare and options["weights"] is not None:
         raise OptionError(
             "--compare cannot be combined with --weights",
-            why="the unpartitioned model would need all weights on one rank",
-            hint="leave one of them out",
-        )
+            why="the unpartitioned model would need all weights on one rank", hint="leave one of the two options out",
+        )  # fmt: skip
     source = given.source(meta=options["weights"] is not None and options["model"] is None, short=True)
     from autopart.cli.run_command import TrainingRun
 
@@ -352,7 +351,7 @@ def doctor(name: str | None, as_json: bool, **options: Any) -> None:
       autopart doctor
     """
     if name is not None and options["model"]:
-        raise OptionError("two models are named", hint=f"autopart doctor {name}")
+        raise OptionError("a model is named twice: as an argument and by --model", hint=f"autopart doctor {name}")
     options["model"] = name or options["model"]
     if options["model"] is None and options["hf_config"] is None:
         from autopart.cli.machine import as_data, findings, table

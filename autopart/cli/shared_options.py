@@ -130,7 +130,10 @@ class CommandOptions:
 
         v = self.values
         if (v["model"] is None) == (v["hf_config"] is None):
-            raise OptionError("name one model", hint="--model package.module:callable, or --hf-config gpt2")
+            raise OptionError(
+                "exactly one of --model and --hf-config is needed",
+                hint="--model package.module:callable, or --hf-config gpt2",
+            )
         wanted = v.get("meta")
         options = SourceOptions(
             meta if wanted is None else wanted, v["dtype"], v["batch"], v["sequence"], v["seed"], short
@@ -138,7 +141,7 @@ class CommandOptions:
         source = from_callable(v["model"], options) if v["model"] else from_hf_config(v["hf_config"], options)
         if source.example is None:
             raise InputError(
-                f"--model {v['model']} gives no example call", why="the model is traced on one",
+                f"--model {v['model']} returns no example inputs", why="the model is traced with example inputs",
                 hint="let the callable return (model, {'input_ids': ids, 'labels': labels})",
             )  # fmt: skip
         if source.note and not note_printed:
@@ -149,7 +152,7 @@ class CommandOptions:
         if self.values["mesh"] is not None:
             return Mesh.parse(self.values["mesh"])
         if plan is None:
-            raise OptionError("name the mesh", hint="--mesh pp2,dp2,tp2")
+            raise OptionError("no mesh is named", hint="--mesh pp2,dp2,tp2")
         return plan.mesh_object()
 
     def given_plan(self) -> Plan | None:

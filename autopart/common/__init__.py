@@ -1,1 +1,1 @@
-"""Helpers that import no other package of autopart: files, flags, progress, scoped values."""
+"""Helpers that import no other package of autopart: files, environment variables, progress, text."""

@@ -1,4 +1,4 @@
-"""Text files of users: read with clear errors, written atomically."""
+"""Reading and atomic writing of text files that a user names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> s
     """Return the text of an existing file.
 
     Args:
-        what: the expected content, with its article, for errors: "a plan".
-        error: class of the error for a folder, an empty or unreadable file, or a file that is not text.
+        what: description of the expected content for error messages, such as "a plan" or "a file of pins".
+        error: class of the exception that is raised for a folder, an unreadable or empty file, or bytes that are not
+            UTF-8.
+        hint: advice for the error message.
     """
     if path.is_dir():
         raise error(f"{path} is a folder, not {what}", hint=f"a file in {path}")
@@ -31,9 +33,9 @@ def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> s
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: to a temporary file in the same folder, then renamed.
+    """Write a text file atomically: write a temporary file in the same folder, then rename it.
 
-    Raises OSError. A special file (`/dev/stdout`) is written to directly.
+    A special file such as `/dev/stdout` is written directly. Raises OSError if writing fails.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -52,8 +54,11 @@ def write_whole(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def check_place(path: Path, error: type[AutopartError], hint: str = "") -> None:
-    """Raise an error if no file can be written at `path`, before the content is computed."""
+def check_writable(path: Path, error: type[AutopartError], hint: str = "") -> None:
+    """Raise `error` if no file can be written at `path`.
+
+    Commands call it before a long computation whose result they write to `path`.
+    """
     folder = path.resolve().parent
     why = ""
     if path.is_dir():

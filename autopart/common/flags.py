@@ -1,4 +1,4 @@
-"""Environment variables of autopart, in one table. Their values are read each time a pass runs."""
+"""Environment variables of autopart. Every pass reads their current values when it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SWITCH = {"": False, "0": False, "1": True}
 class Flags(NamedTuple):
     """Values of autopart's environment variables.
 
-    `dump`: folder for dumps of graphs, or "". `check`: True to check graphs after every pass.
+    `dump`: folder in which passes write their graphs, or "". `check`: True to check the graph after every pass.
     """
 
     dump: str
@@ -31,7 +31,7 @@ class Flags(NamedTuple):
 def flags() -> Flags:
     """Return the current values of the environment variables.
 
-    Raises OptionError if a switch is not 0 or 1.
+    Raises OptionError if `AUTOPART_CHECK` is not 0 or 1.
     """
     check = os.environ.get(CHECK, "")
     if check not in _SWITCH:
@@ -43,7 +43,7 @@ def flags() -> Flags:
 
 @contextmanager
 def environment(dump: str | Path = "", check: bool = False) -> Iterator[None]:
-    """Set autopart's environment variables inside a `with` block, also for processes started in it.
+    """Set autopart's environment variables inside a `with` block. Child processes inherit the values.
 
     Example:
         >>> with environment(dump="dump"):                                   # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Integer programs, built constraint by constraint and solved with HiGHS (scipy)."""
+"""Solver for mixed-integer linear programs: HiGHS, called through scipy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ ProgramRow = tuple[list[tuple[Any, Any]], float, float]
 
 
 def integer_program(
-    cost: np.ndarray, rows: Sequence[ProgramRow], upper: np.ndarray, whole: np.ndarray, options: Mapping[str, Any]
+    cost: np.ndarray, rows: Sequence[ProgramRow], upper: np.ndarray, is_integer: np.ndarray, options: Mapping[str, Any]
 ) -> Any:
-    """Minimize a linear cost over bounded variables with HiGHS.
+    """Solve a mixed-integer linear program with HiGHS: minimize a linear cost under linear constraints.
 
-    Each variable is between 0 and `upper`. The variables in `whole` are integers.
+    Args:
+        cost: cost per unit of each variable.
+        rows: the constraints.
+        upper: upper bound of each variable. All lower bounds are 0.
+        is_integer: True for each variable that must be an integer.
+        options: options of `scipy.optimize.milp`.
+    Returns: the result object of `scipy.optimize.milp`.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -25,4 +31,4 @@ def integer_program(
     at, columns, factors = zip(*entries, strict=True)
     matrix = csr_array((factors, (at, columns)), shape=(len(rows), len(cost)))
     between = LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])
-    return milp(cost, integrality=whole, bounds=Bounds(0, upper), constraints=between, options=dict(options))
+    return milp(cost, integrality=is_integer, bounds=Bounds(0, upper), constraints=between, options=dict(options))

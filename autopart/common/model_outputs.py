@@ -1,4 +1,4 @@
-"""Selection of entries from what a model returns."""
+"""Access to the loss in the output of a model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def loss_entry(output: Any) -> Any:
-    """Return the entry of a model's output that is its loss.
+    """Return the loss in the output of a model.
 
-    The loss is `output["loss"]`, `output.loss`, the first entry of a tuple or list, or else the output itself. The
-    caller checks that it is a scalar.
+    It is `output["loss"]` for a mapping, `output.loss` if that attribute exists, the first entry of a tuple or list,
+    and otherwise the output itself. The function does not check that the loss is a scalar.
     """
     if isinstance(output, Mapping):
         return output.get("loss")

@@ -1,4 +1,4 @@
-"""Names of parameters, modules and operators, and patterns of these names."""
+"""Names of parameters, modules and operators, and name patterns with `*` for block numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def parents(name: str) -> list[str]:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first names of a list as text, with the number of further names, for errors and notes."""
+    """Return the first four names as text for messages, with `...` if there are more: `a, b, c, d, ...`."""
     return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of an operator's repeated layer: 3 for `transformer.h.3.attn/mul#1`."""
+    """Return the first number in an operator's module path: 3 for `transformer.h.3.attn/mul#1`."""
     return next((int(part) for part in name.split("/")[0].split(".") if part.isdigit()), None)
 
 

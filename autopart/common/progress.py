@@ -1,7 +1,8 @@
-"""Progress of long work: code reports its current phase, and a caller can print it.
+"""Progress messages for long computations such as planning.
 
-`phase("tracing the model")` costs nothing if nobody listens. Inside `shown(write)`, each phase of work that takes
-longer than two seconds is written, and every announcement at once.
+A function calls `phase("tracing the model")` when it begins a phase. Inside a `with shown(write)` block, `write` gets
+one line per phase, beginning two seconds after the start of the block. `announce` writes a line without delay. Outside
+of such a block, both calls do nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ _announcer: ContextVar[Listener | None] = ContextVar("announcer", default=None)
 
 
 def phase(text: str) -> None:
-    """Report the phase of work that begins now: `phase("simulating 3 of 12")`."""
+    """Report that a new phase begins, such as `phase("simulating 3 of 12")`."""
     listener = _listener.get()
     if listener is not None:
         listener(text)
 
 
 def announce(text: str) -> None:
-    """Report at once, in one line, work that is about to start. Does nothing outside of `shown`."""
+    """Write a message line immediately, without the delay of `phase`."""
     announcer = _announcer.get()
     if announcer is not None:
         announcer(text)
 
 
-class _Lines:
-    """The current phase, and a thread that writes it once work has taken `after_s` seconds."""
+class _ProgressWriter:
+    """Thread that writes the current phase as a line, beginning `after_s` seconds after its creation."""
 
     def __init__(self, write: Listener, after_s: float):
         self.write, self.after_s = write, after_s
@@ -64,16 +65,17 @@ class _Lines:
 
 @contextmanager
 def shown(write: Listener, after_s: float = AFTER_S) -> Iterator[None]:
-    """Write each phase inside a `with` block as a line, `[ 12 s] simulating 3 of 12`.
+    """Write each phase that begins inside a `with` block as a line: `[ 12 s] simulating 3 of 12`.
 
     Args:
-        after_s: seconds of work after which lines are written.
+        write: function that prints a line.
+        after_s: seconds from the start of the block until the first line.
 
     Example:
         >>> with shown(lambda line: print(line, file=sys.stderr)):    # doctest: +SKIP
         ...     plans = autopart.search(model, 64)
     """
-    lines = _Lines(write, after_s)
+    lines = _ProgressWriter(write, after_s)
     token, announcing = _listener.set(lines.begin), _announcer.set(write)
     lines.thread.start()
     try:

@@ -55,7 +55,7 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Disable `torch.autocast` inside a `with` block, because a program already contains the casts."""
+    """Disable `torch.autocast` inside a `with` block, for programs whose graphs contain explicit casts."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

@@ -1,4 +1,4 @@
-"""Text helpers: numbers with a unit prefix, indented lines, text that a prompt prints without quotes."""
+"""Formatting of text: numbers with a unit prefix, indented lines, and strings without quotes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 class ShownText(str):
-    """String whose `repr` is the string without quotes, for notebooks and prompts."""
+    """String whose `repr` has no quotes, so that a notebook or Python prompt shows it as plain text."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -118,7 +118,9 @@ def batch_class() -> Any:
     `step` only stores the batch and initializes the stage.
     """
 
-    class Batch(one_forward_one_backward_class()):
+    base: Any = one_forward_one_backward_class()
+
+    class Batch(base):
         def _step_microbatches(
             self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *_: Any, **__: Any
         ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from autopart.common.scoped import attributes
@@ -55,6 +56,18 @@ def symbolic_functions() -> dict[Any, str]:
     return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
 
 
+def evaluated(formula: Any, numbers: Iterable[tuple[Symbol, Any]]) -> Any:
+    """Return the value of a formula of torch's symbols, as a Python number, for these numbers."""
+    if not isinstance(formula, sympy.Basic):
+        return formula
+    return sympy_interp(PythonReferenceAnalysis, dict(numbers), formula)
+
+
+def fix_size(size: int | torch.SymInt, value: int) -> None:
+    """Replace a data-dependent size of a trace by a number, in all tensors that have this size."""
+    torch._check(size == value)
+
+
 def free_symbols(size: Any) -> set[Symbol]:
     """Return the symbols in a traced size."""
     return getattr(expression(size), "free_symbols", set())
@@ -62,6 +75,7 @@ def free_symbols(size: Any) -> set[Symbol]:
 
 def many_elements(
     answer_model: Callable[[types.FrameType, Callable[[], torch.Tensor]], bool | None],
+    decide: Callable[[Any, types.FrameType], Any],
 ) -> AbstractContextManager[None]:
     """Decide conditions on data-dependent sizes during a trace.
 
@@ -71,6 +85,8 @@ def many_elements(
     Args:
         answer_model: decides a condition in the model's code. Its arguments are the frame that evaluates the condition
             and a function that returns the condition as a tensor. It returns None if it cannot decide.
+        decide: returns the value of a formula that `answer_model` does not decide, or None. Its arguments are the
+            formula and the frame that evaluates it.
     """
     ask: Any = ShapeEnv.evaluate_expr
 
@@ -79,9 +95,14 @@ def many_elements(
             return ask(env, asked, *args, **kwargs)
         except GuardOnDataDependentSymNode:
             frame = _asking_frame()
-            if frame is None or (told := _told(env, asked, frame)) is None:
+            if frame is None:
                 raise
-            return sympy.sympify(told)
+            outcome = _told(env, asked, frame)
+            if outcome is None and (outcome := decide(asked, frame)) is None:
+                raise
+            if type(outcome) is int:  # from now on, torch knows this size
+                env.guard_or_defer_runtime_assert(sympy.Eq(asked, outcome), "")
+            return sympy.sympify(outcome)
 
     def _told(env: Any, asked: Any, frame: types.FrameType) -> Any:
         if "/torch/" in frame.f_code.co_filename:

@@ -1,1 +1,1 @@
-"""Data types that all layers share: mesh, layout, graph, program, schedule."""
+"""Data types that all passes and the runtime share: mesh, layout, graph, program, schedule."""

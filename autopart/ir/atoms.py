@@ -1,6 +1,6 @@
-"""Atoms of traced values: a dim is the product of atoms, sizes that are sharded independently.
+"""Atoms: the independent factors of the size of a tensor dim, each of which can be sharded by itself.
 
-For example, a dim of 8 samples x 128 tokens has the atoms 8 (of kind "batch") and 128 (of kind "data").
+A dim of size 1024 that merges 8 samples and 128 tokens has the atoms 8 (kind "batch") and 128 (kind "data").
 """
 
 from __future__ import annotations
@@ -29,24 +29,29 @@ Atoms = tuple[Atom, ...]
 
 
 def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
-    """Return the atoms of a dim that boolean indexing produces.
+    """Return the atoms of the output dim of boolean indexing, `x[mask]`.
 
-    They are the atoms of all dims of the mask. Only those of the batch can be sharded.
+    The output dim merges all dims that the mask covers, so it has the atoms of all these dims. Atoms of kind "batch"
+    keep their kind. All others get a data-dependent kind, with which they cannot be sharded.
+
+    Args:
+        dims: the atoms of each dim of the mask.
+        selection: name of the mask.
     """
     kind = _COUNTED + selection
     return tuple(atom if atom.kind == BATCH else Atom(atom.size, kind) for dim in dims for atom in dim)
 
 
 def selections_in(atoms: Atoms) -> set[str]:
-    """Return the kinds of the atoms whose size is data-dependent, one kind per selection by a mask."""
+    """Return the data-dependent kinds among these atoms: one kind for each mask that selects elements."""
     return {atom.kind for atom in atoms if atom.kind.startswith(_COUNTED)}
 
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return {factor of a sharding rule: its atoms}, read from the inputs that contain the factor.
+    """Return {factor of a sharding rule: atoms of the input dims that contain the factor}.
 
-    If inputs have different atoms for a factor, data-dependent atoms take precedence, then atoms of weights, then atoms
-    of the batch.
+    If inputs have different atoms for a factor, the function prefers data-dependent atoms, then atoms of weights, then
+    atoms of the batch.
     """
     by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
@@ -65,7 +70,13 @@ def _rank(atoms: Atoms) -> int:
 
 
 def split_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
-    """Split the atoms of a dim among its factors, whose sizes are given: one atom of 32 into 4 and 8."""
+    """Distribute the atoms of a dim over the factors of a sharding rule that make up the dim.
+
+    For example, one atom of size 32 is split into atoms of sizes 4 and 8 for factors of sizes 4 and 8.
+
+    Args:
+        sizes: sizes of the factors, outermost first.
+    """
     if len(sizes) == 1:
         return [atoms]
     parts: list[Atoms] = []

@@ -1,4 +1,4 @@
-"""Collectives in a partitioned graph: their operators and the mesh axis of a node."""
+"""Recognition of collectives in a partitioned graph: the operator and mesh axis of a node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROTATING = ("ring_attention",)
 
 
 def axis_of(node: fx.Node) -> str | None:
-    """Return the mesh axis over which a node's operator communicates, None if it does not."""
+    """Return the mesh axis over which a collective communicates; None if the node is not a collective."""
     name = autopart_operator(node)
     if name == "axis_index":
         return str(node.args[0])

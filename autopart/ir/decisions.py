@@ -1,4 +1,4 @@
-"""Decisions for a graph: all choices, keyed by node and axis. A plan has these choices keyed by name."""
+"""All choices of a plan for one graph, keyed by graph node and mesh axis (a plan is keyed by names)."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Strategy:
 
     @property
     def is_dispatched(self) -> bool:
-        """True if the operator dispatches rows to their experts, processes dispatched rows, or combines them."""
+        """True if the operator dispatches tokens to their experts, processes them there, or combines them."""
         return any(p.is_dispatched for p in self.places)
 
 
 def is_ring_strategy(node: fx.Node, strategy: Strategy) -> bool:
-    """Return True for ring attention: queries, keys and values are all sharded along the sequence.
+    """Return True for ring attention: a strategy that shards queries, keys and values along the sequence.
 
-    No rank has all keys, so keys and values rotate around a ring.
+    No rank then has all keys, so keys and values rotate around a ring of ranks.
     """
     pattern = facts(node)["pattern"]
     if pattern is None or pattern.context != "ring":
@@ -59,18 +59,20 @@ def is_ring_strategy(node: fx.Node, strategy: Strategy) -> bool:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All choices for a graph: strategy of each operator on each axis, parameter storage, stages.
+    """All choices for a graph: operator strategies per mesh axis, parameter layouts, stages and options.
 
     Attributes:
-        strategies: {axis: {operator: its strategy}}, for each axis that shards something, and for microbatches. All
-            data axes share one inner mapping. If a data axis is missing, each of its ranks computes all samples.
-        stored: {parameter: its layout}, if it is not replicated.
-        stage_of: {operator: its stage}.
+        strategies: {axis: {operator: its strategy}}. It has the axes of the mesh that shard something, and
+            `MICROBATCH_AXIS` if there are several microbatches. All data-parallel axes map to one shared dict. If they
+            are missing although the mesh has them, every data-parallel rank computes all samples.
+        stored: {parameter: its stored layout}. A parameter without an entry is replicated.
+        stage_of: {operator: index of its pipeline stage}.
         zero, prefetch: as in `Program`.
-        scatter_sends: send values that are replicated on the feature axes to the next stage as shards
+        scatter_sends: if a value is replicated on the feature axes, send it to the next stage as shards
             (`autopart.ir.run.scatter_gather_sends`).
-        dp_sync: method of data-parallel communication.
-        balance: planned load of the busiest expert rank, as a multiple of the mean load. It determines buffer sizes.
+        dp_sync: method that synchronizes gradients or models over data-parallel ranks.
+        balance: planned load of the busiest expert-parallel rank, as a multiple of the mean load. It determines buffer
+            sizes.
     """
 
     mesh: Mesh
@@ -92,33 +94,33 @@ class Decisions:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Axes on which the batch is sharded: the data axes, then the microbatches."""
+        """Axes that shard the batch: the data-parallel axes, then `MICROBATCH_AXIS`."""
         return tuple(axis for axis in (*self.mesh.along("rows"), MICROBATCH_AXIS) if axis in self.strategies)
 
     @property
     def rows(self) -> Mapping[fx.Node, Strategy]:
-        """{operator: its strategy on the data axes}, empty if the batch is not sharded."""
+        """{operator: its strategy on the data-parallel axes}; empty if the batch is not sharded."""
         return self.strategies[self.row_axes[0]] if self.row_axes else {}
 
     @property
     def features(self) -> dict[str, Mapping[fx.Node, Strategy]]:
-        """{axis: {operator: its strategy}} of the axes on which the solver chooses layouts."""
+        """{axis: {operator: its strategy}} for the axes on which the solver chooses layouts (tp, cp, ep)."""
         return {axis: self.strategies[axis] for axis in self.mesh.chosen}
 
     @property
     def copied(self) -> bool:
-        """True if every data rank computes all samples, because the batch does not divide over the data axes."""
+        """True if every data-parallel rank computes all samples, because the ranks do not divide the batch."""
         axes = self.mesh.along("rows")
         return bool(axes) and not any(axis in self.strategies for axis in axes)
 
     @property
     def routes(self) -> bool:
-        """True if rows are dispatched to the ranks of their experts."""
+        """True if tokens are dispatched to the ranks of their experts."""
         return bool(self.routing)
 
     @property
     def routing(self) -> tuple[str, ...]:
-        """Axes over which rows are dispatched to the ranks of their experts, outermost first."""
+        """Axes over which tokens are dispatched to the ranks of their experts, outermost first."""
         return tuple(
             axis for axis, chosen in self.features.items()
             if any(place.is_dispatched for strategy in chosen.values() for place in strategy.outputs)
@@ -126,24 +128,29 @@ class Decisions:
 
     @property
     def batch_shards(self) -> int:
-        """Number of shards into which the batch is split, over data ranks and microbatches."""
+        """Number of shards of the batch: data-parallel ranks times microbatches."""
         return self.microbatches * (1 if self.copied else self.mesh.data_parallel_size)
 
 
 def data_strategies(
     mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False
 ) -> dict[str, Mapping[fx.Node, Strategy]]:
-    """Return the entries of `Decisions.strategies` for the data axes and the microbatches.
+    """Return the entries of `Decisions.strategies` for the data-parallel axes and `MICROBATCH_AXIS`.
 
     Args:
-        rows: {operator: its strategy on the data axes}.
-        copied: every data rank computes all samples, so the data axes have no entry.
+        rows: {operator: its strategy on the data-parallel axes}.
+        copied: every data-parallel rank computes all samples, so these axes get no entry.
     """
     axes = () if copied else mesh.along("rows")
     return dict.fromkeys((*axes, *[MICROBATCH_AXIS] * (microbatches > 1)), rows)
 
 
-def with_placements(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
-    """Add placements of parameters on one more axis to their layouts, and return the layouts."""
-    return {name: {**stored.get(name, {}), **({axis: places[name]} if name in places else {})}
-            for name in {**stored, **places}}  # fmt: skip
+def with_placements(stored: Mapping[str, Layout], axis: str, placements: Mapping[str, Placement]) -> dict[str, Layout]:
+    """Return the layouts of all parameters, with the placements on one more axis added.
+
+    Args:
+        stored: {parameter: its layout so far}.
+        placements: {parameter: its placement on `axis`}.
+    """
+    return {name: {**stored.get(name, {}), **({axis: placements[name]} if name in placements else {})}
+            for name in {**stored, **placements}}  # fmt: skip

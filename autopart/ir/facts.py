@@ -1,7 +1,7 @@
-"""Facts about the nodes of a graph, by name and type: passes communicate only through them.
+"""Facts: typed entries of `fx.Node.meta` in which one pass stores results for later passes.
 
-Facts are stored in `fx.Node.meta`, as torch.export does, so copies of a node have them too. No pass reads or writes
-another key. The type checker rejects a name that this file does not declare.
+`Facts` declares all keys. Passes communicate through no other keys, and the type checker rejects undeclared ones.
+Copies of a node share its facts, as with torch.export.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight",
 
 
 class CostNotes(NamedTuple):
-    """Cost properties of an operator that do not follow from the shapes of a call.
+    """Cost properties of an operator that do not follow from its tensor shapes.
 
     Attributes:
         kind: efficiency curve of its matrix products, "matmul" or "attention".
-        backward_work: FLOPs of its backward in multiples of the forward's, if the backward is one kernel. 0: the
+        backward_work: FLOPs of the backward divided by FLOPs of the forward, if the backward is one kernel. 0: the
             backward runs one matrix product per operand.
-        looks_up: it reads one row of its first operand for each row of its output.
+        looks_up: the operator reads one row of its first operand for each row of its output, like an embedding.
         gradient_is_view: the gradient of its operand is a view of the gradient of its output.
-        is_causal: attention whose kernel skips the keys after each query.
-        counts_attended: its FLOPs include attended keys only.
-        joins: not empty if `torch.compile` fuses the operator with others. Elementwise operators need no entry.
-            "remade": the backward recomputes it if that saves memory. "copied": it is never recomputed. "drawn": it
-            saves a random mask, which is never recomputed.
-        gradients: kernels that compute the gradients of its operands in eager torch. "together": one kernel for all
-            operands. "each": one per operand. "handed on": none, as for a sum. For views: "part" (zeros with a copy of
-            the slice), "parts" (a concatenation) or "repeated" (a sum over the expanded dim). Arithmetic has "each" or
-            "handed on".
-        keeps_sign: its backward needs only the sign of its input, for which a compiler saves one byte per element.
+        is_causal: attention with a kernel that skips masked keys of a causal mask.
+        counts_attended: its FLOPs include only attended pairs of queries and keys.
+        joins: how `torch.compile` fuses the operator with others. "": not fused, unless the operator is elementwise.
+            "remade": fused, and the backward recomputes it if that saves memory. "copied": fused, never recomputed.
+            "drawn": fused, and its random mask is saved for backward.
+        gradients: kernels with which eager torch computes the gradients of its operands. "together": one kernel for all
+            operands. "each": one kernel per operand. "handed on": no kernel, because the gradient of the output is
+            passed on (addition). For views: "part", zeros with a copy of the slice; "parts", a concatenation;
+            "repeated", a sum over the expanded dim.
+        keeps_sign: the backward needs only the sign of the input, for which a compiler saves one byte per element.
     """
 
     kind: str = "matmul"
@@ -59,7 +59,7 @@ class CostNotes(NamedTuple):
 
 
 class Facts(TypedDict, total=False):
-    """Facts of a node. Each is optional: a fact that does not apply to a node is absent."""
+    """Facts of a node. A key is absent if the fact does not apply to the node."""
 
     # From torch.export: the stack of running modules, and the user's source lines.
     nn_module_stack: dict[str, tuple[str, Any]]
@@ -77,6 +77,7 @@ class Facts(TypedDict, total=False):
     block: tuple[str, int]  # of a deduplicated graph, traced or lowered: chain of equal blocks, and block number
     times: int  # of a deduplicated graph: how many nodes of the model the node represents, if more than one
     counted: bool  # its size is data-dependent
+    numbers: frozenset[int]  # of the output node: which of the model's outputs are Python numbers, computed by it
 
     # From the passes that normalise.
     named: str  # operator name for `key`, if a pass wrote the node in place of another operator
@@ -126,19 +127,19 @@ class Facts(TypedDict, total=False):
 
 
 def facts(node: fx.Node) -> Facts:
-    """Return the mutable facts of a node."""
+    """Return the facts of a node as a dict that the caller can change."""
     return node.meta  # no `cast`: this function is called very often
 
 
 def times(node: fx.Node) -> int:
-    """Return how many nodes of the model this node represents in a deduplicated trace; 1 in a full trace."""
+    """Return how many nodes of the model this node represents: 1 unless the trace is deduplicated."""
     return facts(node).get("times", 1)
 
 
 def weighted(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
     """Yield each node with the number of nodes of the model that it represents.
 
-    Sums over a deduplicated graph weight each node by this number.
+    A sum over a deduplicated graph multiplies the value of each node by this number.
     """
     return ((node, times(node)) for node in nodes)
 

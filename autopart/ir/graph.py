@@ -43,7 +43,10 @@ def short_name(node: fx.Node) -> str:
 
 
 def display_name(node: fx.Node) -> str:
-    """Return the operator's name for messages: of the op in the model, if a pass decomposed that op."""
+    """Return the operator's name for messages.
+
+    If a pass decomposed an operator of the model into this node, it is the name of the decomposed operator.
+    """
     return facts(node).get("written_for") or short_name(node)
 
 
@@ -125,7 +128,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return the innermost line of user or transformers code that created the node: `model.py:312`."""
+    """Return the source line that created the node, without lines of `torch.nn`: `model.py:312`."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', facts(node).get("stack_trace") or "")
     lines = [(file, line) for file, line in lines if "/torch/nn/modules/" not in file] or lines
     return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
@@ -150,31 +153,31 @@ def operators(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def reads(graph: fx.Graph) -> nx.DiGraph:
-    """Return the data flow as a directed graph for searches: each node has edges to its inputs."""
+    """Return a directed graph with an edge from each node to each of its inputs, for `networkx` searches."""
     return nx.DiGraph((node, used) for node in graph.nodes for used in node.all_input_nodes)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Return True if a call draws random numbers.
 
-    Dropout, attention and recurrent layers draw them only with a dropout probability above 0.
+    Dropout, attention and recurrent layers with a dropout probability of 0 draw none.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return dropout_probability(node) != 0 and False not in (argument(node, "train"), argument(node, "training"))
 
 
-NOT_EXACT = "rng='exact' cannot reproduce the random numbers of a single device"
+RNG_EXACT_UNSUPPORTED = "rng='exact' cannot reproduce the random numbers of a single device"
 
 
 def inexact(node: fx.Node, device: torch.device) -> str:
-    """Return why `rng="exact"` cannot reproduce this random operator on a device, "" if it can."""
+    """Return the reason why `rng="exact"` cannot reproduce this random operator; "" if it can."""
     on_gpu = facts(node).get("inexact_on_gpu", "") if device.type == "cuda" else ""
     return facts(node).get("inexact", on_gpu)
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Return an argument of a call by its schema name: as passed, else its default, else None."""
+    """Return an argument of a call by its schema name. If it is not passed, return its default or None."""
     for position, declared in enumerate(node.target._schema.arguments):
         if declared.name == name:
             default = declared.default_value if declared.has_default_value() else None
@@ -183,7 +186,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def dropout_probability(node: fx.Node) -> float | None:
-    """Return the dropout probability of a call (dropout, attention, LSTM, ...), None if it has none."""
+    """Return the dropout probability of a call (dropout, attention, LSTM, ...); None without dropout."""
     names = {declared.name for declared in node.target._schema.arguments}
     for name in ("dropout", "dropout_p", *(("p",) if "dropout" in operator_name(node) else ())):
         if name in names:
@@ -192,7 +195,11 @@ def dropout_probability(node: fx.Node) -> float | None:
 
 
 def active_operators(graph: fx.Graph) -> list[fx.Node]:
-    """Return the operators that belong to a stage, in graph order."""
+    """Return the operators that are assigned to pipeline stages, in graph order.
+
+    Their role is `ACTIVE` (`passes/facts/analyze.py`). Operators that depend only on inputs run in the prologue
+    instead, and operators that depend only on parameters run in every stage that needs them.
+    """
     return [node for node in operators(graph) if facts(node)["role"] == ACTIVE]
 
 
@@ -207,7 +214,10 @@ def reads_weights(node: fx.Node) -> bool:
 
 
 def parameters_of(used: fx.Node) -> list[str]:
-    """Return the names of the parameters that a value is, or is a view of; [] for any other value."""
+    """Return the names of the parameters from which a weight is computed, such as a transposed parameter.
+
+    Returns [] if the value also depends on inputs.
+    """
     if facts(used)["role"] == PARAMETER:
         return [str(used.target)]
     inputs = used.all_input_nodes if facts(used)["role"] == WEIGHT else []
@@ -215,12 +225,14 @@ def parameters_of(used: fx.Node) -> list[str]:
 
 
 def assign_keys(graph: fx.Graph) -> None:
-    """Write the facts `key` and `group` of every operator, its names in plans.
+    """Write the facts `key` and `group`, the names of operators in plans, for every operator.
 
-    The key `model.layers.3.mlp/mul#1` is the second `mul` in the code of that module. A key does not depend on code
-    elsewhere in the model. The group `model.layers.*.mlp/mul#1` is shared by this operator of every repeated block. If
-    a pass replaced the model's operator, the fact `named` is its name. A cast between dtypes is always named `cast`:
-    such casts depend on the dtype in which a model runs, and must not rename the operators around them.
+    The key `model.layers.3.mlp/mul#1` means the second `mul` that the module `model.layers.3.mlp` runs. It does not
+    change if code outside of the module changes. The group `model.layers.*.mlp/mul#1` is common to all repeated blocks.
+
+    If a pass replaced an operator of the model, the key has the name of the original operator (fact `named`). Every
+    cast to another dtype is named `cast`. The casts of a model depend on its dtype, and with a separate name they do
+    not change the numbers of other operators.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
@@ -238,7 +250,10 @@ def format_value(node: fx.Node, layout_text: str = "") -> str:
 
 
 def kind_of(val: Any) -> str:
-    """Return dtype and shape as `f64[4,6]`, of several tensors as `(f64[4,6], f64[4])`; else ""."""
+    """Return the dtype and shape of a tensor as text, such as `f64[4,6]`.
+
+    A tuple of tensors gives `(f64[4,6], f64[4])`, and any other value "".
+    """
     if isinstance(val, (tuple, list)):
         return f"({', '.join(map(kind_of, val))})"
     if not isinstance(val, torch.Tensor):

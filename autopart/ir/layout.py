@@ -8,17 +8,17 @@ A `Placement` is one of these pairs (value, gradient), in the words of `torch.di
 | `R(grad P)`   | replicated                               | partial sum on every rank   |
 | `S(d)`        | sharded along tensor dim `d`             | sharded along dim `d`       |
 | `P`           | partial sum on every rank                | replicated                  |
-| `E(0)`        | rows on the rank of their expert         | rows on that rank           |
-| `E(0; sent)`  | rows on that rank, in order of dispatch  | rows on that rank           |
+| `E(0)`        | tokens on the rank of their expert       | tokens on that rank         |
+| `E(0; sent)`  | dispatched tokens on that rank           | tokens on that rank         |
 
 Only the operators between `to_experts` and `from_experts` of a mixture of experts use `E(0)` and `E(0; sent)`. Both
-convert to no other placement, because the number of rows per rank is known only at run time. For `E(0)` every rank
-selects its rows from the rows of all ranks. For `E(0; sent)` an all-to-all dispatches the rows to the ranks of their
-experts, and a second one combines them on the ranks of their tokens.
+convert to no other placement, because the number of tokens per rank is known only at run time. For `E(0)` every rank
+selects the tokens of its experts from the tokens of all ranks. For `E(0; sent)` an all-to-all dispatches tokens to the
+ranks of their experts, and a second one returns the results to the ranks of the tokens.
 
-A sequence dim can be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks, and rank i gets
-chunk i from the front and chunk i from the back. So causal attention costs the same on every rank (context parallelism
-of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
+A sequence dim can be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks. Rank i gets the
+i-th chunk from the front and the i-th from the back. So causal attention costs the same on every rank (context
+parallelism of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
 
 A dim that is a concatenation (q|k|v in one projection) is sharded section by section: `S(0; sections=3)` for equal
 sections, `S(0; sections=64+16+16)` for unequal ones. A *layout* maps mesh axis names to placements.
@@ -42,7 +42,7 @@ Sections = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Placement of a value and of its gradient on one mesh axis: a row of the table above in this file.
+    """Placement of a value and of its gradient on one mesh axis, as defined in this file's docstring.
 
     Create one with `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` or `shard(dim)`.
     """
@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def in_order(self) -> Placement:
-        """This placement with contiguous shards of each section in place of zigzag."""
+        """This placement without zigzag: `S(1)` for `S(1; zigzag)`."""
         return shard(self.dim, (-self.sections[0],)) if self.is_zigzag else self
 
     @property
@@ -75,12 +75,12 @@ class Placement:
 
     @property
     def is_partitioned(self) -> bool:
-        """True if a rank has only some elements of the value: a shard, or the rows of its experts."""
+        """True if a rank has only some elements of the value: a shard, or the tokens of its experts."""
         return self.is_shard or self.is_dispatched
 
     @property
     def is_dispatched(self) -> bool:
-        """True if a rank has the rows of its local experts (`E(0)` or `E(0; sent)`)."""
+        """True if a rank has the tokens of its local experts (`E(0)` or `E(0; sent)`)."""
         return self in EXPERT_PLACEMENTS
 
     @property
@@ -89,7 +89,7 @@ class Placement:
 
     @staticmethod
     def parse(text: str) -> Placement:
-        """Parse the text of a placement, as `str` returns it. Raises ValueError with the accepted forms.
+        """Parse a placement such as `S(0)`. Raises ValueError for any other text.
 
         >>> Placement.parse("S(1; sections=3)")
         Placement(kind='S', dim=1, sections=(3,))
@@ -126,8 +126,9 @@ thousandth of a model and would need as many collectives as its matrices."""
 def shard(dim: int, sections: Sections = ()) -> Placement:
     """Return the placement `S(dim)`.
 
-    `sections`: sizes of the concatenated sections of the dim, if any. Equal sections become a count: `(8, 8, 8)` is
-    `(3,)`.
+    Args:
+        sections: sizes of the concatenated sections of the dim, if any. If all sizes are equal, only the number of
+            sections is stored: `(8, 8, 8)` becomes `(3,)`.
 
     >>> str(shard(1, (8, 8, 8)))
     'S(1; sections=3)'
@@ -143,7 +144,7 @@ def is_zigzag(sections: Sections) -> bool:
 
 
 def num_sections(sections: Sections) -> int:
-    """Return the number of sections of a dim with equal sections.
+    """Return the number of sections of a dim whose sections have equal sizes (`(-3,)`: three, in zigzag).
 
     >>> num_sections(()), num_sections((3,)), num_sections((-3,))
     (1, 3, 3)
@@ -165,7 +166,7 @@ def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
 
 
 def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
-    """Return the number of elements of each shard, as in `torch.chunk`: the last ones can be smaller.
+    """Return the number of elements of each shard, as in `torch.chunk`: the last shards can be smaller.
 
     >>> shard_sizes(97, 4)
     (25, 25, 25, 22)
@@ -175,7 +176,7 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
 
 
 def mesh_axes_of(axis: str) -> tuple[str, ...]:
-    """Return the mesh axes that a flattened axis combines, outermost first; (axis,) for a mesh axis.
+    """Return the mesh axes that a flattened axis such as `dp_cp` combines, outermost first.
 
     >>> mesh_axes_of("dp_cp"), mesh_axes_of("tp")
     (('dp', 'cp'), ('tp',))
@@ -190,9 +191,9 @@ def local_shape(
 
     Args:
         full: global shape.
-        layout: {axis: placement}. A dim that shards unevenly has the size of the first rank's shard.
+        layout: {axis: placement}. If a dim has unequal shards, the result has the size of the first, largest shard.
         sizes: {axis: number of ranks}.
-        balance: load factor of experts. A rank gets `balance` times the mean number of dispatched rows, at most all.
+        balance: load factor of experts. A rank gets `balance` times the mean number of tokens, at most all tokens.
 
     >>> local_shape((12, 8), {"dp": shard(0), "ep": ON_EXPERT_RANK}, {"dp": 2, "ep": 2}, 1.5)
     [5, 8]
@@ -208,10 +209,10 @@ def local_shape(
 
 
 def flattened_shards(layout: Layout) -> dict[str, Placement]:
-    """Return {axis: placement} of the axes that shard a value, outermost first, with flattened axes.
+    """Return {axis: placement} of the axes that shard a value, outermost first.
 
-    If several axes shard one dim without sections (such as a stack of experts), they become one flattened axis. The dim
-    is then sharded once over the ranks of all these axes, so that uneven shards have the sizes of `torch.chunk`.
+    If several axes shard one dim, they are flattened into one axis, unless the dim has sections. The dim is then split
+    once over the ranks of all these axes, so that unequal shards have the sizes of `torch.chunk`.
 
     >>> [f"{axis}:{p}" for axis, p in flattened_shards({"cp": shard(0), "ep": shard(0), "tp": shard(1, (2,))}).items()]
     ['cp_ep:S(0)', 'tp:S(1; sections=2)']
@@ -233,7 +234,7 @@ def flattened_shards(layout: Layout) -> dict[str, Placement]:
 
 
 def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: int) -> str:
-    """Return why a weight of these sizes cannot have this placement on an axis, "" if it can.
+    """Return the reason why a weight of shape `sizes` cannot have a placement on an axis; "" if it can.
 
     >>> cannot_store(shard(0), (6, 5), "tp", 4)
     'dim 0 has size 6, which cannot be sharded like this over tp=4'
@@ -257,10 +258,10 @@ def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: 
 
 
 def cannot_store_sharded(place: Placement, sizes: Sequence[int], axis: str, num_shards: int, others: Layout) -> str:
-    """Return why a weight of these sizes cannot be stored sharded over an axis (ZeRO), "" if it can.
+    """Return the reason why ZeRO cannot shard a weight of shape `sizes` over an axis; "" if it can.
 
     Args:
-        axis: a mesh axis, or several flattened into one.
+        axis: a mesh axis, or several mesh axes flattened into one.
         others: the layout of the weight on the other axes.
 
     >>> cannot_store_sharded(shard(0), (8, 4), "dp", 2, {"tp": shard(0)})
@@ -284,7 +285,8 @@ class Conversion:
 
     `operator` is the name of the custom operator `torch.ops.autopart.<operator>`. `forward` and `backward` name the
     primitive that it runs in each direction. `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` communicate.
-    `identity`, `slice`, `pad` and `own` (keep the value on the first rank, zero elsewhere) are local.
+    `identity`, `slice`, `pad` and `own` are local; `own` keeps the value on the first rank and sets it to zero on
+    others.
     """
 
     operator: str
@@ -293,7 +295,7 @@ class Conversion:
 
     @property
     def transposed(self) -> Conversion:
-        """Conversion of the gradient. Its own gradient (for second derivatives) is this conversion."""
+        """The conversion that the gradient undergoes: forward and backward are exchanged."""
         return Conversion(self.operator, self.backward, self.forward)
 
 
@@ -332,7 +334,7 @@ Exchanged counts and a maximum have no backward."""
 def conversion(source: Placement, target: Placement) -> Conversion | None:
     """Return the conversion between two placements on one axis.
 
-    None if the placements are equal, or if no conversion exists (`S` to `P`).
+    Returns None if the placements are equal, or if no single conversion exists, such as from `S` to `P`.
     """
     if source == target:
         return None
@@ -340,10 +342,10 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return the placement on one axis relative to the shard that the other axes leave to a rank.
+    """Return the placement with the number of sections that are left after other axes have split the dim.
 
-    If another axis shards the same dim into fewer sections, it splits the dim first. A rank then has fewer sections of
-    the dim left, and the result counts only these.
+    A dim can be sharded over several axes. If another axis shards it into fewer sections, that axis splits it first.
+    Each of its ranks then has only some of the sections: of 6 sections and 2 ranks, 3.
 
     Args:
         others: (placement, number of ranks) of each other axis.
@@ -364,9 +366,10 @@ def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]
 
 
 def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_shards: int) -> bool:
-    """Return True if one collective converts the value. Otherwise the value is replicated in between.
+    """Return True if one collective converts the value from `source` to `target`.
 
-    The all-to-all supports neither unequal shards nor sections.
+    Otherwise the value is first converted to replicated, and then to `target`. An all-to-all between two sharded dims
+    supports neither unequal shards nor sections.
     """
     if source == target:
         return True

@@ -1,4 +1,4 @@
-"""Structure of an attention mask as data: a sliding window, or runs of queries with key ranges."""
+"""Structure of attention masks: sliding windows, and runs of queries whose attended keys form a range."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class MaskWindow(NamedTuple):
 
 
 class QueryRun(NamedTuple):
-    """Run of consecutive queries whose range of attended keys moves by one key per query.
+    """Run of consecutive queries, each of which attends a range of keys.
 
-    Query i of the run attends the keys from max(low, first + i) to before min(high, end + i).
+    From each query to the next, the range moves by one key. Query i of the run attends the keys from max(low, first +
+    i) up to, but not including, min(high, end + i). The keys `low` to `high - 1` are the keys of the run.
     """
 
     queries: int
@@ -29,13 +30,13 @@ class QueryRun(NamedTuple):
     end: int
 
     def part(self, start: int, stop: int) -> QueryRun:
-        """Return the run that consists of the queries `start` to `stop - 1` of this run."""
+        """Return the run of the queries `start` to `stop - 1`, counted from the first query of this run."""
         low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
         return QueryRun(stop - start, low, high, self.first + start, self.end + start)
 
     @property
     def seen(self) -> int:
-        """Number of attended (query, key) pairs.
+        """Number of pairs (query, key) in which the query attends the key.
 
         >>> QueryRun(3, 0, 3, -3, 1).seen
         6
@@ -45,19 +46,23 @@ class QueryRun(NamedTuple):
 
     @property
     def hides(self) -> tuple[bool, bool]:
-        """Two flags: some query masks the first key of the run; some query masks the last key of the run."""
+        """Two booleans: any query masks the run's first key; any query masks the run's last key."""
         return self.first + self.queries - 1 > self.low, self.end < self.high
 
     @property
     def is_causal(self) -> bool:
-        """True if query i attends exactly the run's keys 0 to i, and the run has as many keys as queries."""
+        """True if the run is a square causal mask: query i attends exactly the first i + 1 keys."""
         return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
 
     def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, QueryRun]]:
-        """Restrict the run to the keys from `low` to before `high`. Yield (first query, block) of each block.
+        """Restrict the run to the keys `low` to `high - 1`, and split it into blocks for the attention kernel.
 
-        If the kernel supports the mask of the run, the run is one block, or one unmasked and one causal block.
-        Otherwise it is split into blocks of `ROWS` queries, so that masks and scores stay small.
+        If the kernel supports the mask, the run is one block, or an unmasked block and a causal block. Otherwise it is
+        split into blocks of `ROWS` queries, so that masks and scores stay small.
+
+        Args:
+            has_kernel: the device has an attention kernel for causal and unmasked blocks.
+        Yields: (index of the block's first query in this run, block).
         """
         run = self._replace(low=max(self.low, low), high=min(self.high, high))
         last_keys = run._replace(low=max(run.low, run.end - 1))
@@ -72,7 +77,10 @@ class QueryRun(NamedTuple):
                 yield start, block
 
     def mask(self, device: torch.device) -> Tensor:
-        """Return the boolean mask of shape [queries, high - low], True if the query attends the key."""
+        """Return the boolean mask of shape [queries, high - low].
+
+        An entry is True if the query attends the key.
+        """
         at = torch.arange(self.queries, device=device).unsqueeze(-1)
         position = torch.arange(self.low, self.high, device=device)
         return (position >= self.first + at) & (position < self.end + at)

@@ -24,20 +24,20 @@ Context = Literal["auto", "gather", "ulysses", "ring"]
 
 @dataclass(frozen=True)
 class Axis:
-    """Mesh axis. `cuts` and `stores` alone define the kind of parallelism that an axis implements.
+    """Mesh axis. Its kind of parallelism follows from `cuts` (what it splits) and `stores` (ZeRO).
 
-    `cuts`: what the axis splits.
+    `cuts` is one of:
 
-    - `"stages"`: the operators of the model, into pipeline stages.
-    - `"rows"`: the batch. The rules of the operators determine all layouts, so the solver chooses nothing.
-    - `"features"`: the dims that come from weights, and the sequence between operators with weights.
-    - `"positions"`: the other dims of values (the sequence, heads of operators that read no weight). Weights stay
-      replicated.
-    - `"experts"`: samples of the batch; of the weights, only those of experts.
+    - `"stages"`: the axis splits the operators of the model into pipeline stages.
+    - `"rows"`: it splits the batch. The solver chooses nothing, because sharding rules determine all layouts.
+    - `"features"`: it splits dims of weights (tensor parallelism), and the sequence between operators with weights.
+    - `"positions"`: it splits the sequence and other dims that are not dims of weights. Weights stay replicated.
+    - `"experts"`: it splits the batch, and the weights of experts. Other weights stay replicated.
 
-    On `"features"`, `"positions"` and `"experts"` the solver chooses the cheapest placement of every operator. The
-    layouts then imply how gradients are reduced: if a parameter is replicated and values are sharded, its gradient is a
-    partial sum, reduced once a step. `stores`: ZeRO can shard parameters over the axis, whatever else the axis splits.
+    On `"features"`, `"positions"` and `"experts"` the solver chooses the cheapest placement of every operator. If a
+    parameter is replicated and its operators are sharded, its gradient is a partial sum, which is reduced once a step.
+
+    `stores` is True if ZeRO can shard parameters over the axis, in addition to the split by `cuts`.
     """
 
     name: str
@@ -69,8 +69,8 @@ section 3.2.2)."""
 class Mesh:
     """Device mesh as {axis: number of ranks}, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`.
 
-    Axes of size 1 can be left out. Ranks are numbered with `pp` outermost and `tp` innermost, in whatever order the
-    sizes are passed. `axes`: all possible axes, outermost first.
+    Axes of size 1 can be left out. Ranks are numbered with `pp` outermost and `tp` innermost; the order of `sizes`
+    does not matter. `axes`: all possible axes, outermost first.
     """
 
     sizes: Mapping[str, int]
@@ -78,7 +78,7 @@ class Mesh:
 
     @staticmethod
     def parse(mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int, axes: tuple[Axis, ...] = AXES) -> Mesh:
-        """Return the mesh that a mapping, a text ("dp2,tp2") or a DeviceMesh with named dims describes.
+        """Convert a dict, a text such as "dp2,tp2", or a DeviceMesh with named dims to a mesh.
 
         Raises MeshError for anything else.
 
@@ -91,7 +91,7 @@ class Mesh:
             raise MeshError(
                 f"mesh={mesh!r} gives a number of devices but no axes",
                 why="only plan and parallelize choose the axes; this function needs their names",
-                hint=f"mesh='tp{mesh}', mesh={{'dp': {mesh}}}, or that of autopart.plan(model, {mesh}, ...)",
+                hint=f"mesh='tp{mesh}', mesh={{'dp': {mesh}}}, or the mesh of autopart.plan(model, {mesh}, ...)",
             )
         if isinstance(mesh, str):
             sizes = _parse_text(mesh)
@@ -107,7 +107,7 @@ class Mesh:
         return Mesh({axis.name: sizes[axis.name] for axis in axes if axis.name in sizes}, axes)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks of an axis, or of several axes flattened into one."""
+        """Return the number of ranks of a mesh axis, or of a flattened axis such as `dp_cp`."""
         return math.prod(self.sizes.get(part, 1) for part in mesh_axes_of(axis))
 
     def axis(self, name: str) -> Axis:
@@ -124,7 +124,7 @@ class Mesh:
         return math.prod(self.size(inner) for inner in names[names.index(last) + 1 :])
 
     def index(self, coordinates: Mapping[str, int], axis: str) -> int:
-        """Return the index of the rank at these coordinates on an axis, or on several axes flattened into one.
+        """Return the index, along a mesh axis or a flattened axis, of the rank at these coordinates.
 
         >>> Mesh.parse("dp2,cp3").index({"dp": 1, "cp": 2}, "dp_cp")
         5
@@ -135,7 +135,7 @@ class Mesh:
         return index
 
     def along(self, cuts: Cuts) -> tuple[str, ...]:
-        """Return the axes with several ranks that split `cuts` (see `Axis`), outermost first.
+        """Return the axes of size above 1 whose `Axis.cuts` equals `cuts`, outermost first.
 
         >>> Mesh.parse("dp2,tp4").along("rows"), Mesh.parse("dp2,tp1").along("features")
         (('dp',), ())
@@ -144,36 +144,36 @@ class Mesh:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Axes with several ranks on which the solver chooses layouts, outermost first."""
+        """Axes of size above 1 on which the solver chooses layouts, outermost first."""
         return tuple(axis.name for axis in self.axes if axis.is_chosen and self.size(axis.name) > 1)
 
     @property
     def solving_order(self) -> tuple[str, ...]:
-        """The axes of `chosen` in the order in which the solver solves them: innermost (fastest links) first."""
+        """Axes in the order in which the solver chooses layouts: innermost first, as it has the fastest links."""
         return self.chosen[::-1]
 
     @property
     def data_parallel_size(self) -> int:
-        """Data-parallel size: the number of ranks over which the batch is sharded."""
+        """Number of ranks over which the batch is sharded."""
         return math.prod(map(self.size, self.along("rows")))
 
     @property
     def batch_divisor(self) -> int:
-        """Number that must divide the samples of a microbatch: data-parallel size times expert-parallel size."""
+        """Data-parallel size times expert-parallel size, which must divide the samples of a microbatch."""
         return self.data_parallel_size * self.expert_parallel_size
 
     @property
     def expert_parallel_size(self) -> int:
-        """Expert-parallel size: the number of ranks over which experts are sharded."""
+        """Number of ranks over which experts are sharded."""
         return math.prod(map(self.size, self.along("experts")))
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Tensor-parallel size: the number of ranks over which features of weights are sharded."""
+        """Number of ranks over which features of weights are sharded."""
         return math.prod(map(self.size, self.along("features")))
 
     def row_index(self, coordinates: Mapping[str, int]) -> int:
-        """Return the batch shard of the rank at these coordinates, from 0 to `data_parallel_size` - 1.
+        """Return the index of the batch shard that the rank at these coordinates computes.
 
         >>> Mesh.parse("dp4,tp2").row_index({"dp": 3, "tp": 1})
         3
@@ -185,18 +185,18 @@ class Mesh:
 
     @property
     def data_axis(self) -> str:
-        """Name of the outermost axis over which ZeRO can shard parameters, even if it has one rank: `dp`."""
+        """Name of the outermost axis over which ZeRO can shard parameters, `dp`. It can have size 1."""
         return next(axis.name for axis in self.axes if axis.stores)
 
     def storing(self, cutting: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the flattened axes over which ZeRO can shard a parameter, with decreasing number of ranks.
+        """Return the flattened axes over which ZeRO can shard a parameter, largest first.
 
-        Each combines axes on which ranks replicate the parameter. The first combines all of them. The next ones are for
-        parameters whose dims it does not divide. Every name begins with `data_axis`, even if that has one rank, so that
-        it differs from the names of axes on which layouts are chosen.
+        The first one combines all axes that ZeRO can use: `dp_cp_ep`. The next ones combine fewer axes, for parameters
+        whose dims are not divisible by the size of the first one. Every name begins with `dp`, even if `dp` has size
+        1, so that no name is also the name of a single axis such as `ep`, on which layouts are chosen.
 
         Args:
-            cutting: axes that shard the parameter already, as `ep` shards experts.
+            cutting: axes that shard the parameter already and cannot be used, such as `ep` for the weights of experts.
 
         >>> mesh = Mesh.parse("dp2,cp2,ep2")
         >>> mesh.storing(), mesh.storing(["ep"]), Mesh.parse("ep2").storing(["ep"])
@@ -208,9 +208,9 @@ class Mesh:
         return tuple(axis for axis in joined if self.size(axis) > 1)
 
     def joined(self, names: Collection[str]) -> str:
-        """Return the name of the flattened axis of several axes for ZeRO storage.
+        """Return the name of the axis that flattens several axes, for ZeRO storage.
 
-        It begins with the first of them and leaves out the other axes that have one rank.
+        Axes of size 1 are left out, except `dp`, with which every name begins.
 
         >>> Mesh.parse("ep2").joined(["dp", "cp", "ep"])
         'dp_ep'
@@ -220,24 +220,24 @@ class Mesh:
 
     @property
     def storing_axis(self) -> str | None:
-        """Flattened axis over which ZeRO shards most parameters, None if it has one rank."""
+        """The largest flattened axis over which ZeRO can shard a parameter; None if its size would be 1."""
         return next(iter(self.storing()), None)
 
     def stores(self, axis: str) -> bool:
-        """Return True for an axis over which ZeRO stores parameters: `data_axis`, or flattened with it."""
+        """Return True if ZeRO shards parameters over an axis: `dp`, or a flattened axis such as `dp_cp`."""
         return mesh_axes_of(axis)[0] == self.data_axis
 
     def stored_over(self, layout: Layout) -> str | None:
-        """Return the flattened axis over which ZeRO shards a parameter of this layout, None without sharding."""
+        """Return the axis over which ZeRO shards a parameter with this layout; None if ZeRO does not shard it."""
         return next((axis for axis, place in layout.items() if self.stores(axis) and place.is_shard), None)
 
     @property
     def tensor_axis(self) -> str:
-        """Name of the innermost axis that shards features, even if it has one rank: `tp`."""
+        """Name of the innermost axis that shards features of weights, `tp`. It can have size 1."""
         return self.innermost("features")
 
     def innermost(self, cuts: Cuts) -> str:
-        """Return the innermost axis that splits `cuts` (see `Axis`), even if it has one rank.
+        """Return the innermost axis whose `Axis.cuts` equals `cuts`. It can have size 1.
 
         Cost formulas are functions of the size of this axis.
 
@@ -251,7 +251,7 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def ranks(self) -> Iterator[dict[str, int]]:
-        """Yield the coordinates of every rank, {axis: index}, in the order of rank numbers."""
+        """Yield the coordinates {axis: index} of every rank, in the order of rank numbers."""
         for rank in range(self.num_ranks):
             yield self.coordinates(rank)
 
@@ -293,7 +293,7 @@ def _from_device_mesh(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> dict[str, int
     names, order = tuple(mesh.mesh_dim_names), [axis.name for axis in axes]
     if list(names) != sorted(names, key=lambda n: order.index(n) if n in order else len(order)):
         raise MeshError(
-            f"the DeviceMesh orders its dims {names}",
+            f"the DeviceMesh has its dims in the order {names}",
             why="ranks are numbered with pp outermost, then dp, cp, ep, and tp innermost",
             hint="pass the dims in this order",
         )
@@ -314,14 +314,16 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
 
 
 def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
-    """Raise OptionError if the load factor of experts is larger than any rank can reach.
+    """Raise OptionError if `balance` is larger than possible, even with all tokens on one rank.
 
     Args:
-        balance: tokens of the busiest expert rank, as a multiple of the mean.
+        balance: tokens of the busiest expert-parallel rank, as a multiple of the mean.
         axes: the axes that shard experts.
     """
     ranks = math.prod(map(mesh.size, axes))
     if balance > ranks:
-        raise OptionError(f"balance={balance:g} is too large for {mesh}",
-                          why=f"a rank that has all tokens has {ranks} times the mean over {ranks} ranks",
-                          hint=f"balance={ranks}, or less")  # fmt: skip
+        raise OptionError(
+            f"balance={balance:g} is too large for {mesh}",
+            why=f"the most loaded of {ranks} ranks can have at most {ranks} times the mean number of tokens",
+            hint=f"balance={ranks}, or less",
+        )

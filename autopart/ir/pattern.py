@@ -20,23 +20,25 @@ SELECTED = "selected"
 class Pattern:
     """The einsum-like sharding rule of one operator call, such as `b s k, n k -> b s n`.
 
-    Each dim of a tensor is a list of factors (the letters). Sharding a factor shards all dims that contain it.
+    Each dim of a tensor is a list of factors (the letters). If a factor is sharded, all dims that contain it are
+    sharded.
 
     Attributes:
         inputs: the dims of each tensor input.
         outputs: the dims of each output.
         sizes: the size of each factor.
         whole: factors that cannot be sharded.
-        linear: sets of inputs. If all inputs of a set are partial sums, the output is a partial sum.
-        lookup: a factor that only a special local operator can shard (`embedding`, `cross_entropy_loss`).
-        all_reduces: number of all-reduces in that local operator, each of the output's size; its output is replicated.
+        linear: sets of inputs, by index. If all inputs of one set are partial sums, the output is a partial sum.
+        lookup: a factor that can be sharded only with a special local operator (`embedding`, `cross_entropy_loss`).
+        all_reduces: number of all-reduces in that local operator, each of the size of its output.
         flops: FLOPs of the call.
         joined: {factor: section sizes} of concatenated dims (`cat`, `split_with_sizes`).
-        tied: inputs that are indices into a selection (`ir/selection.py`), stored with the elements they select.
-        routes: "out" if the call dispatches tokens to experts, "back" if it combines the expert outputs.
-        context: "ring" for attention whose local form can rotate keys and values, sharded like its queries, around a
-            ring of ranks.
-        local: writes the call for one rank if the original call would be wrong on shards.
+        tied: indices of inputs that contain the positions of selected elements (`ir/selection.py`). Such an input is
+            sharded with the elements.
+        routes: "out" if the call dispatches tokens to experts, "back" if it combines the outputs of experts.
+        context: "ring" if the call is attention that can run as ring attention: keys and values are sharded like
+            queries and rotate around a ring of ranks.
+        local: function that writes the call for one rank, if the original call would be wrong on shards.
     """
 
     inputs: tuple[Dims, ...]
@@ -55,7 +57,7 @@ class Pattern:
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
-        """All factors (letters of the pattern, as in an einsum), in order of first appearance."""
+        """All factors, such as `b`, `s` and `k`, in order of first appearance."""
         return tuple(dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims for f in dim))
 
     def __str__(self) -> str:
@@ -68,7 +70,7 @@ class Pattern:
 
     @property
     def key(self) -> tuple:
-        """Hashable key. Patterns with equal keys are equal."""
+        """Hashable key of all fields except `local`."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
         rest = (self.all_reduces, self.flops, joined, self.tied, self.routes, self.context)
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, *rest

@@ -1,4 +1,4 @@
-"""The partitioned program: data that the runtime executes, one rank per process or all in one.
+"""The partitioned program: the data that the runtime executes, with one graph per pipeline stage.
 
 A `Program` contains no process group, no rank and no weights. Its graphs are SPMD: every rank of a stage runs the same
 graph. Ranks differ only through two kinds of node:
@@ -6,8 +6,9 @@ graph. Ranks differ only through two kinds of node:
 - `torch.ops.autopart.<conversion>(x, axis, ...)`: the collectives of `autopart.ir.layout.CONVERSIONS`;
 - `torch.ops.autopart.axis_index(axis)`: this rank's coordinate, an int.
 
-Microbatches are a mesh axis in time: `MICROBATCH_AXIS` appears in layouts next to `dp`. A value that is `S(0)` on it is
-the samples of one microbatch. A `P` is summed over microbatches. No collective runs over it.
+Layouts treat microbatches as one more axis, `MICROBATCH_AXIS`, next to `dp`. A value that is `S(0)` on it contains the
+samples of one microbatch. For a value that is `P` on it, the runtime adds the values of all microbatches. No collective
+runs over this axis.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -72,8 +73,9 @@ class StageGraph(LazyGraphModule):
 class StageInput:
     """One keyword argument of a stage graph. The stage's prologue computes it from the model's inputs.
 
-    `batch_dim`: the dim that is sharded, first over `dp` (contiguous blocks of samples), then over microbatches. If it
-    is None, every rank and microbatch gets the full value. `sections`: sections of the dim; each is sharded separately.
+    `batch_dim`: the dim that contains the batch. It is split over `dp` into contiguous blocks of samples, and each
+    block over microbatches. If it is None, every rank and microbatch gets the full value. `sections`: sections of that
+    dim; each section is split separately.
     """
 
     name: str
@@ -85,8 +87,8 @@ class StageInput:
 class Boundary:
     """A value that one stage sends to the next. `shape` is its local shape for one microbatch on one rank.
 
-    `uneven`: (axis, sharding of a dim over that axis), if the shards are unequal. Then `shape` is that of the longest
-    shard.
+    `uneven`: (axis, split of a dim over the axis) for each axis with unequal shards. `shape` then has the size of the
+    longest shard.
     """
 
     name: str
@@ -109,11 +111,11 @@ class Boundary:
 
 @dataclass(frozen=True)
 class BufferUpdate:
-    """New value of a buffer after a forward, replicated on all ranks of the stage that computes it.
+    """New value of a buffer after a forward. All ranks of the stage that computes it have the full value.
 
-    If `from_inputs`, it is an output of the stage's prologue, after the outputs for the stage's `inputs`. Otherwise it
-    is an output of the stage's graph, after its `sends`, and `layout` defines how the values of the microbatches are
-    combined.
+    If `from_inputs` is True, the stage's prologue computes the value and returns it after the stage inputs. Otherwise
+    the stage graph computes it and returns it after the values that it sends. `layout` on `MICROBATCH_AXIS` then
+    defines how the values of the microbatches are combined.
     """
 
     name: str
@@ -125,12 +127,13 @@ class BufferUpdate:
 class Stage:
     """One pipeline stage.
 
-    `prologue(*model_inputs) -> tuple`: runs once per call on the GLOBAL inputs (in `Program.input_names` order) and
-    returns one value per entry of `inputs`. It executes all random ops of the whole model, in the model's order, also
-    those that other stages use. So every stage gets the same numbers and leaves the generator in the same state.
-    `graph(*received, **inputs) -> tuple`: runs once per microbatch. Its positional placeholders are the previous
-    stage's `sends`. Its outputs are this stage's `sends` (in the last stage: one per tensor output of the program).
-    `graph`'s parameters and buffers are `get_attr` nodes on their original dotted names.
+    `prologue(*model_inputs) -> tuple` runs once per call, on the global batch. It returns one value per entry of
+    `inputs`. It executes all random ops of the model in the model's order, also those that only other stages use. So
+    all stages draw equal numbers and leave the generator in the same state.
+
+    `graph(*received, **inputs) -> tuple` runs once per microbatch. Its positional placeholders are the values that the
+    previous stage sends. Its outputs are the values that this stage sends, or, in the last stage, the tensor outputs
+    of the program. Parameters and buffers are `get_attr` nodes with their original dotted names.
     """
 
     index: int
@@ -156,12 +159,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A parameter as it is stored: global shape, layout over the mesh axes, and the stages that read it.
+    """A parameter as ranks store it: global shape, layout over the mesh axes, and the stages that use it.
 
-    `grad_axes`: the axes (dp, tp, ...) over which its gradient is a partial sum, to be reduced once a step.
+    `grad_axes`: the axes (dp, tp, ...) on which its gradient is a partial sum, which is reduced once a step.
     `aliases`: other names of the same parameter in the model (tied weights).
-    `compute_dtype`: the dtype that it is cast to when it is read; None: its stored dtype.
-    `method`: the `dp_sync` method that replaces the gradient reduction over the outermost data axis.
+    `compute_dtype`: the dtype to which it is cast before each use; None: no cast.
+    `method`: the `dp_sync` method that replaces the gradient reduction over the outermost data-parallel axis.
     """
 
     name: str
@@ -181,7 +184,7 @@ class StoredTensor:
     def unsharded_to_sync(self, mesh: Mesh) -> StoredTensor | None:
         """Return this parameter without ZeRO sharding, if its `dp_sync` method needs the full gradient.
 
-        None if the parameter has no method, or if the method works on the stored shard.
+        Returns None otherwise: the parameter has no method, or its method accepts the gradient shard.
         """
         zero_axis = mesh.stored_over(self.layout)
         if self.method is None or zero_axis is None or mesh.along("rows")[0] not in mesh_axes_of(zero_axis):
@@ -191,7 +194,10 @@ class StoredTensor:
         return replace(self, layout=layout, grad_axes=tuple(axis for axis in mesh.sizes if axis in partial))
 
     def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes on which replicas can differ, because the `dp_sync` method averages models."""
+        """Return the axes on which replicas of the parameter can differ.
+
+        They differ between two synchronizations of a `dp_sync` method that averages models.
+        """
         return mesh.along("rows")[:1] if self.method is not None and self.method.changes == "models" else ()
 
 
@@ -199,19 +205,29 @@ class StoredTensor:
 class Output:
     """One flat output of the model: output `position` of the last stage's graph, or a constant.
 
-    `layout`: layout of the tensor. `made_of`: the inputs that the output depends on, if every rank passes its local
-    batch.
+    `layout`: layout of the tensor. `made_of`: names of the model inputs on which the output depends. It is filled only
+    if every rank passes its local batch. `is_number`: the model returns a Python number, such as `loss.item()`.
     """
 
     position: int | None
     layout: Layout
     constant: Any = None
     made_of: frozenset[str] = frozenset()
+    is_number: bool = False
+
+    def of(self, values: Sequence[Any]) -> Any:
+        """Return the output, given the full tensor outputs of the last stage's graph."""
+        if self.position is None:
+            return self.constant
+        return values[self.position].item() if self.is_number else values[self.position]
 
 
 @dataclass(frozen=True)
 class LabelCount:
-    """Number of labels over which the loss is a mean: input `name` of the graph of stage number `stage`."""
+    """Stage input with the number of labels by which a mean loss is divided.
+
+    `stage` is the index of the pipeline stage, `name` the name of the input of its graph.
+    """
 
     stage: int
     name: str
@@ -219,11 +235,11 @@ class LabelCount:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All stages of the partitioned model, their stored tensors, and the assembly of the model's outputs.
+    """The partitioned model: all stages, stored parameters, and the outputs that the caller gets.
 
     Programs compare by identity, so a program can be a dictionary key.
 
-    `copied`: the batch does not divide over the data ranks, so every data rank computes all samples.
+    `copied`: every data-parallel rank computes all samples, because the ranks do not divide the batch.
     """
 
     mesh: Mesh
@@ -255,13 +271,13 @@ class Program:
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:
-        """Random ops of the model. The prologue of each stage contains all of them."""
+        """Random ops of the model, as nodes of the first stage's prologue. Each prologue contains them all."""
         nodes = self.stages[0].prologue.graph.nodes if self.draws else ()
         return tuple(node for node in nodes if draws_random_numbers(node))
 
     @property
     def stored_names(self) -> dict[str, str]:
-        """{name of a parameter, or alias of it: the name under which it is stored}."""
+        """{name or alias of a parameter: the name under which it is stored}."""
         return {alias: name for name, stored in self.parameters.items() for alias in (name, *stored.aliases)}
 
     def without_methods(self) -> Program:
@@ -273,7 +289,7 @@ class Program:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that a `dp_sync` method communicates over."""
+        """Number of ranks over which a `dp_sync` method communicates."""
         return self.mesh.size((*self.mesh.along("rows"), self.mesh.data_axis)[0])
 
     @property

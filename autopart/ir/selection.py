@@ -1,4 +1,4 @@
-"""Selection of elements by a boolean mask, whose number is known only at run time (data-dependent)."""
+"""Boolean indexing, `x[mask]`: the number of selected elements is data-dependent."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def positions(mask: Tensor, number: int | None = None) -> list[Tensor]:
         mask: boolean tensor with at least one dim.
         number: number of true elements, if it is known.
     Returns:
-        One int64 tensor of indices for each dim of the mask, in memory order, as `torch.where(mask)` returns them. In a
-        trace their length is `number`, or, if that is None, the upper bound: the number of elements of the mask.
+        One int64 tensor of indices for each dim of the mask, as `torch.where(mask)` returns them. In a trace their
+        length is `number`, or, without a number, the number of elements of the mask as an upper bound.
     """
     return list(torch.where(mask))
 
@@ -47,14 +47,14 @@ def is_selection(node: fx.Node) -> bool:
 
 
 def is_data_dependent(node: fx.Node) -> bool:
-    """Return True if the size of a traced value is data-dependent."""
+    """Return True if the size of a traced value depends on the values of inputs."""
     return facts(node).get("counted", False)
 
 
 class Positions(NamedTuple):
-    """Indices along dim `dim` of the elements that a mask of shape `mask` selects.
+    """Indices, along dim `dim` of a mask, of the elements that the mask selects.
 
-    `selection`: name of the node that computes the indices.
+    `selection`: name of the node that computes the indices. `mask`: shape of the mask.
     """
 
     selection: str
@@ -74,7 +74,7 @@ _MOVES = {
 
 
 def positions_of(node: fx.Node) -> Positions | None:
-    """Return the selection whose indices a value contains, None if the value contains no such indices."""
+    """Return the `Positions` that a node computes, reshapes or copies; None for any other node."""
     while node.op == "call_function" and is_tensor(node) and value(node).dtype == torch.int64:
         source, dim = source_of(node)
         if is_selection(source):

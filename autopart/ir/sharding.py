@@ -1,8 +1,10 @@
 """Arithmetic of shards: split a tensor into shards, and join shards to a tensor.
 
 A dim is a concatenation of one or more sections. Each section is split as by `torch.chunk`: into equal shards if
-possible, else the last ones are smaller. Shard i of the dim is the concatenation of shard i of every section. In zigzag
-each section is split into twice as many chunks, and shard i gets chunk i from the front and chunk i from the back.
+possible, else the last ones are smaller. Shard i of the dim is the concatenation of shard i of every section.
+
+In zigzag, each section is split into twice as many chunks as there are shards. Shard i has the i-th chunk from the
+front and the i-th from the back.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class DimSharding:
     num_shards: int
 
     def lengths(self, index: int) -> list[int]:
-        """Return the length of each contiguous span of shard `index`: one per section, in zigzag two."""
+        """Return the length of each contiguous span of shard `index`. See `spans`."""
         return [length for _, length in self.spans(index)]
 
     def length(self, index: int) -> int:
@@ -46,13 +48,13 @@ class DimSharding:
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the full tensor is the contiguous concatenation of its shards, all of equal length."""
+        """True if shards have equal lengths and their concatenation along dim 0 is the full tensor."""
         return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, length) of each contiguous span of shard `index` in the full dim.
+        """Return (start, length), in the full dim, of each contiguous span of shard `index`.
 
-        There is one span per section, in zigzag two.
+        There is one span per section, in zigzag two per section.
 
         >>> DimSharding(0, 10, (8, 2), 2).spans(1), DimSharding(0, 9, (-1,), 2).spans(0)
         ([(4, 4), (9, 1)], [(0, 3), (7, 2)])
@@ -69,12 +71,12 @@ class DimSharding:
         return spans
 
     def take(self, full: Tensor, index: int) -> Tensor:
-        """Return shard `index` of `full`, contiguous."""
+        """Return shard `index` of `full` as a contiguous tensor."""
         windows = [window for _, window in self._windows(full, index)]
         return windows[0].contiguous() if len(windows) == 1 else torch.cat(windows, self.dim)
 
     def place(self, shard: Tensor, index: int) -> Tensor:
-        """Return zeros of the full size, with `shard` written to the elements that shard `index` has."""
+        """Return zeros of the full size, with `shard` copied to the elements of shard `index`."""
         shape = list(shard.shape)
         shape[self.dim] = self.size
         full = shard.new_zeros(shape)
@@ -84,7 +86,7 @@ class DimSharding:
         return full
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the full tensor from all its shards, by index."""
+        """Return the full tensor, given all shards in order of their index."""
         rows = [shard.split(self.lengths(index), self.dim) for index, shard in enumerate(shards)]
         sections = list(zip(*rows, strict=True))
         if is_zigzag(self.sections):  # every other section contains the chunks from the back
@@ -92,7 +94,7 @@ class DimSharding:
         return torch.cat([piece for section in sections for piece in section], self.dim)
 
     def padded(self, shard: Tensor) -> Tensor:
-        """Return `shard` padded with zeros to the length of the longest shard, as collectives send it."""
+        """Return `shard` padded with zeros to the length of the longest shard, for collectives of equal sizes."""
         padding = self.longest - shard.size(self.dim)
         if not padding:
             return shard.contiguous()
@@ -110,11 +112,11 @@ class DimSharding:
 
 
 def local_shard_of(full: Tensor, cuts: Iterable[tuple[DimSharding, int]]) -> Tensor:
-    """Return the local shard of a tensor after several splits.
+    """Return the local shard of a tensor that is split several times.
 
     Args:
         full: the full tensor.
-        cuts: splits to apply one after the other, each with the index of the shard to take.
+        cuts: the splits in order, each with the index of the shard to take.
     """
     for cut, index in cuts:
         full = cut.take(full, index)
@@ -132,7 +134,7 @@ Span = tuple[int, int]
 
 
 class Box(NamedTuple):
-    """Box of elements of a shard: its offsets in the full tensor, its offsets in the shard, and its sizes."""
+    """Rectangular block of a shard: offsets in the full tensor, offsets in the local shard, and sizes."""
 
     offsets: tuple[int, ...]
     local_offsets: tuple[int, ...]
@@ -144,7 +146,7 @@ def spans_of(shape: Sequence[int], cuts: Sequence[tuple[DimSharding, int]]) -> t
 
     Args:
         shape: global shape.
-        cuts: splits in the order of application, each with the index of the shard.
+        cuts: the splits in order, each with the index of the shard.
 
     >>> spans_of((8, 3), [(DimSharding(0, 8, (4, 4), 2), 1)])
     (((2, 2), (6, 2)), ((0, 3),))
@@ -156,7 +158,7 @@ def spans_of(shape: Sequence[int], cuts: Sequence[tuple[DimSharding, int]]) -> t
 
 
 def boxes(spans: Sequence[Sequence[Span]]) -> list[Box]:
-    """Return the boxes that make up a shard, from the spans that it contains in each dim."""
+    """Return the rectangular blocks of a shard, given its spans in each dim."""
     dims = []
     for row in spans:
         positions = itertools.accumulate((length for _, length in row), initial=0)
@@ -168,7 +170,11 @@ def boxes(spans: Sequence[Sequence[Span]]) -> list[Box]:
 
 
 def _within(outer: Sequence[Span], inner: Sequence[Span]) -> list[Span]:
-    """Map the spans `inner`, relative to the concatenation of the spans `outer`, to spans of the full dim.
+    """Convert spans of a shard to spans of the full dim.
+
+    Args:
+        outer: the spans of the full dim that the shard concatenates.
+        inner: spans of the shard.
 
     >>> _within([(0, 4), (8, 4)], [(2, 4)])
     [(2, 2), (8, 2)]

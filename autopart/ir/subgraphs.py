@@ -1,4 +1,4 @@
-"""Subgraphs: the nodes that given values depend on."""
+"""Subgraphs that compute given values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopart.ir.graph import draws_random_numbers
 
 
 def ancestors_of(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the values and all nodes that they depend on.
+    """Return the nodes `values` and all nodes on which they depend.
 
-    The search starts at the values: masks have few ancestors, so it is cheaper than a pass over the graph.
+    It visits only these nodes, which are few for attention masks, and not the full graph.
     """
     nodes, todo = set[fx.Node](), list(values)
     while todo:
@@ -29,7 +29,10 @@ def is_leaf_value(node: fx.Node) -> bool:
 
 
 def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
-    """Extract the subgraph that computes the values. Equal nodes (the masks of all layers) are merged."""
+    """Extract the subgraph that computes these values.
+
+    Equal nodes, such as the masks of all layers, are merged.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     node_by_call: dict[Any, fx.Node] = {}
     needed = ancestors_of(values)
@@ -44,7 +47,7 @@ def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.Gr
 
 
 def erase_unused(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Erase those of `nodes` that have no users, including nodes that lose their last user by this."""
+    """Erase the nodes among `nodes` that have no users, until every node that is left has users."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:
             graph.erase_node(node)

@@ -1,8 +1,8 @@
-"""A traced model: its graph, its call, and the tensors that the graph reads."""
+"""A traced model: its graph, the call that was traced, its parameters, buffers and constants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from autopart.ir.blocks.deduplication import DeduplicatedBlocks, original
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape
 from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.value_guards import ValueCall, ValueGuards, ValueProgram
 from autopart.ir.run.weight_updates import WeightUpdates
 
 T = TypeVar("T")
@@ -23,10 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: its tensor arguments, and its other arguments, which the trace fixes.
+    """One call of the model: tensor arguments, and other arguments (`options`), which the trace fixes.
 
-    A trace is specific to which tensors need gradients, as it is to shapes and dtypes. `gradients`: `requires_grad` of
-    each tensor before the call. A forward can set it on another input, to differentiate with respect to that input.
+    A trace is valid only for these shapes, dtypes and `requires_grad` flags. `gradients`: `requires_grad` of each
+    tensor before the call, because a forward can set `requires_grad` on an input.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -36,7 +37,7 @@ class Call:
 
     @property
     def with_gradient(self) -> tuple[str, ...]:
-        """Names of the tensors that need gradients."""
+        """Names of the tensor arguments that require gradients."""
         return tuple(name for name, gradient in zip(self.names, self.gradients, strict=True) if gradient)
 
 
@@ -44,19 +45,24 @@ class Call:
 class Trace:
     """A traced model.
 
-    `graph`: its placeholders are the tensor inputs, in the order of `call.names` (`input_name`; `input_grad` is true if
-    the input needs a gradient). Its output node has the flat outputs and, as second argument, `buffer_updates`.
-    `parameters`: {name: parameter of the model}, in the model's order. `aliases`: other names of tied parameters.
-    `constants`: tensors that the trace captured. `notes`: remarks for the user on how the model was traced.
-    `autocast`: dtype of the `torch.autocast` around the call, "" if there is none.
-    `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`. The path is "" for the
-    model itself, and None for a function that contains no module.
-    `written`: names of the buffers that are frozen parameters of the model. `weight_updates`: how the forward changes
-    trained parameters before the graph runs. `precision`: the mixed precision that the graph was traced in. Parameters
-    are cast to it when they are read; `parameters` has them as they are stored.
-    `has_random_branches`: True if random numbers decide which branches run (stochastic depth).
-    `folds`: deduplicated blocks. One block of the graph, and of `parameters`, represents several (`ir/blocks/`).
-    `whole`: the trace before deduplication, with all blocks.
+    Attributes:
+        graph: the graph. Its placeholders are the tensor inputs in the order of `call.names`. The first argument of its
+            output node is the list of flat outputs, the second is `buffer_updates`.
+        parameters: {name: parameter of the model}, in the model's order.
+        aliases: other names of tied parameters.
+        constants: tensors that the trace captured.
+        notes: remarks for the user on how the model was traced.
+        checkpointed: paths of the modules that the model runs under `torch.utils.checkpoint`: "" for the model itself,
+            None for a function without modules.
+        autocast: dtype of the `torch.autocast` region around the call, "" without one.
+        written: names of frozen parameters that the forward writes. The trace treats them as buffers.
+        weight_updates: changes that the forward makes to trained parameters before the graph runs.
+        precision: mixed precision of the graph, which casts parameters where it uses them. `parameters` are not cast.
+        has_random_branches: True if random numbers decide which branches run (stochastic depth).
+        value_guards: values of inputs that Python read. The trace serves calls with equal values.
+        attribute_updates: {attribute of a module: its new value} for numbers and flags that the forward changes.
+        folds: deduplicated blocks, each of which represents several blocks of the model (`ir/blocks/`).
+        whole: the trace before deduplication, with all blocks; None if no block was deduplicated.
     """
 
     graph: fx.Graph
@@ -74,6 +80,8 @@ class Trace:
     weight_updates: WeightUpdates = field(default_factory=dict)
     precision: Precision | None = None
     has_random_branches: bool = False
+    value_guards: ValueGuards = field(default_factory=ValueGuards)
+    attribute_updates: Mapping[str, Any] = field(default_factory=dict)
     folds: DeduplicatedBlocks = ()
     whole: Trace | None = None
 
@@ -81,18 +89,26 @@ class Trace:
         """Return a copy whose parameters allocate no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
 
+    def attributes_after(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
+        """Return {attribute: value} of the attributes that a call with these input tensors changes."""
+        if not self.attribute_updates:
+            return {}
+        recorded = {name: value for name, value in self.attribute_updates.items() if isinstance(value, ValueCall)}
+        values = ValueProgram([*recorded.values()]).run(tensors)
+        return {**self.attribute_updates, **dict(zip(recorded, values, strict=True))}
+
     @property
     def all_parameters(self) -> Mapping[str, torch.Tensor]:
-        """Parameters of all blocks, including those that deduplication removed."""
+        """Parameters of all blocks of the model, including those that deduplication removed from the graph."""
         return self.parameters if self.whole is None else self.whole.parameters
 
     @cached_property
     def originals(self) -> Mapping[str, str]:
-        """{parameter of any block: the parameter in the graph that represents it}."""
+        """{parameter of the model: the parameter in the graph that represents it}."""
         return {name: original(self.folds, name) for name in self.all_parameters}
 
     def expand_to_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
-        """Expand a mapping whose keys are parameters in the graph to all parameters of the model."""
+        """Expand {parameter in the graph: value} to {parameter of the model: value of its representative}."""
         if not self.folds:
             return known
         return {name: known[stands] for name, stands in self.originals.items() if stands in known}
@@ -103,12 +119,12 @@ class Trace:
 
     @property
     def buffer_updates(self) -> Mapping[str, fx.Node]:
-        """{buffer: its value after the forward} for buffers that the model writes."""
+        """{buffer: node with its value after the forward}, for buffers that the model writes."""
         rest = self.graph.output_node().args[1:]
         return rest[0] if rest else {}
 
     def values(self, inputs: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[fx.Node, Any]:
-        """Run the graph on these inputs and return every value by node.
+        """Run the graph on these inputs and return {node: its value}.
 
         Args:
             inputs: one tensor for each placeholder.
@@ -128,14 +144,14 @@ class _NamedTensorInterpreter(fx.Interpreter):
 
 
 def device_of_weights(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter, the CPU if it has none."""
+    """Return the device of a model's first parameter, or the CPU for a model without parameters."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def batch_size(trace: Trace) -> int:
-    """Return the number of samples of the global batch: the most common first dim of the inputs, or 1.
+    """Return the number of samples of the global batch: the most common first dim of the model's inputs.
 
-    Inputs that only the loss function reads count only if the model has no other tensor inputs.
+    If the model has no tensor inputs, the inputs of the loss function are used. Without any, the number is 1.
     """
     inputs = [n for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
     of_model = [n for n in inputs if not facts(n).get("loss")]

@@ -15,4 +15,4 @@ def check_differentiated_once(of: str, why: str, hint: str) -> None:
         why, hint: further lines of the error.
     """
     if torch.is_grad_enabled():
-        raise UsageError(f"create_graph=True with {of}", why=why, hint=hint)
+        raise UsageError(f"create_graph=True is not supported with {of}", why=why, hint=hint)

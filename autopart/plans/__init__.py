@@ -1,1 +1,1 @@
-"""Plans as data: their content and file format, and the pins with which users fix parts of them."""
+"""Plans as data: their content and file format, and pins, with which users fix parts of a plan."""

@@ -1,6 +1,6 @@
 """Summary lines of a plan that several reports print: size of a step, utilization, memory fit.
 
-They are computed from the plan's data alone, so a plan from a file gives equal lines.
+They are computed from the plan's data alone, so a plan that is read from a file gives equal lines.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ADVICE = "to fit into memory: "
 
 
 def step_size(plan: Plan) -> str:
-    """Return the size of a step as text: `8 rows x 128 tokens`, for images `8 rows x 3 x 32 x 32`.
+    """Return the size of a step as text: `8 samples x 128 tokens`, for images `8 samples x 3 x 32 x 32`.
 
-    Tokens are the second dim of integer inputs. If inputs have different lengths, all are listed. Returns "" if no
-    input has dims.
+    The number of tokens is the second dim of integer inputs. If inputs have different numbers of tokens, all are
+    listed. Returns "" if no input has dims.
     """
     shapes = [
         (name, str(i["dtype"]), [int(size) for size in i["shape"]]) for name, i in plan.inputs.items() if i["shape"]
@@ -35,7 +35,7 @@ def step_size(plan: Plan) -> str:
     lengths = [
         s[0] for name, dtype, s in rest if len(s) == 1 and dtype.lstrip("u").startswith("int") and not _is_target(name)
     ]
-    text = f"{rows} row{'s' * (rows != 1)}"
+    text = f"{rows} sample{'s' * (rows != 1)}"
     if lengths:
         return f"{text} x {' and '.join(map(str, dict.fromkeys(lengths)))} tokens"
     largest = max((shape for _, _, shape in rest), key=math.prod)
@@ -47,22 +47,22 @@ def _is_target(name: str) -> bool:
 
 
 def utilisation(cost: Mapping[str, Any]) -> str:
-    """Return the utilization: `151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
+    """Describe the utilization: `151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
     peak, whose = quantity(cost["peak_flops_per_s"], "FLOP/s"), cost["peak_dtype"]
     text = f"{quantity(1e12 * cost['tflops_per_device'], 'FLOP/s')} a device: MFU {100 * cost['mfu']:.3g} % of {peak}"
     return f"{text}, the peak of {whose}" if whose else f"{text}, its peak"
 
 
 def fits(plan: Plan) -> bool | None:
-    """Return True if the plan's peak memory fits into a device; None if either number is unknown."""
+    """Return True if the plan's peak memory fits into device memory; None if either is unknown."""
     capacity = plan.cost.get("device_memory_bytes")
     return max(row["total"] for row in plan.memory) <= capacity if plan.memory and capacity else None
 
 
 def fit_text(plan: Plan) -> str:
-    """Return, as text, whether the plan fits into memory; "" if the plan has no memory figures.
+    """Describe whether the plan fits into device memory; "" if the plan has no memory figures.
 
-    `1.2 GB on the fullest rank: it fits, a100-80gb-sxm has 80 GB (1.5 % of it)`
+    For example `1.2 GB on the fullest rank: it fits, a100-80gb-sxm has 80 GB (1.5 % of it)`.
     """
     if not plan.memory:
         return ""
@@ -77,11 +77,14 @@ def fit_text(plan: Plan) -> str:
     return f"{needed_text}: {'it fits' if fit else 'IT DOES NOT FIT'}, {has}{share}"
 
 
-def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
-    """Return the kinds of replicated operators (`plan.unsharded`), merged over shapes, most FLOPs first.
+def replicated_operators(plan: Plan, flops: float) -> list[dict[str, Any]]:
+    """Return one row for each kind of operator that runs in full on every rank (`plan.unsharded`).
+
+    Operators that differ only in shape share a row. The entry `share` of a row is its fraction of `flops`. Rows with
+    most FLOPs come first.
 
     Args:
-        flops: FLOPs of a step, of which `share` in each row is a fraction.
+        flops: FLOPs of a step.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in sorted(plan.unsharded, key=lambda row: (-row.get("flops", 0), -row.get("bytes", 0))):
@@ -95,11 +98,11 @@ def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: (-row["share"], -row["bytes"]))
 
 
-def whole_text(row: Mapping[str, Any]) -> str:
-    """Return a row of `whole_rows` as text.
+def replicated_operator_text(row: Mapping[str, Any]) -> str:
+    """Describe a row of `replicated_operators`.
 
-    `2 aten::lstm in encoder, 12 % of the work: it has no sharding rule`. If the FLOPs of the operator are unknown, the
-    text has its input and output bytes instead: `1.2 MB in and out`.
+    For example `2 aten::lstm in encoder, 12 % of the work: it has no sharding rule`. If the FLOPs of the operator are
+    unknown, the bytes of its inputs and outputs replace the share of the work.
     """
     where = f" in {row['where']}" if row["where"] else ""
     size = f"{100 * row['share']:.3g} % of the work" if row["share"] else f"{quantity(row['bytes'], 'B')} in and out"
@@ -107,7 +110,7 @@ def whole_text(row: Mapping[str, Any]) -> str:
 
 
 def headlines(plan: Plan) -> list[str]:
-    """Return the summary lines of a plan: size of a step, predicted time, memory, advice."""
+    """Return the summary lines of a plan: size of a step, predicted time, memory, advice on memory."""
     size, cost = step_size(plan), plan.cost
     lines = [f"a step is {size}" if size else ""]
     if "parts_s" in cost:
@@ -118,8 +121,8 @@ def headlines(plan: Plan) -> list[str]:
 
 
 def precision_text(plan: Plan) -> str:
-    """Return the compute and reduction dtypes; "" if they are the model's own."""
+    """Describe the dtypes of mixed precision; "" if a plan uses the model's own dtypes."""
     if plan.precision is None:
         return ""
-    scaled = ", the loss scaled" if plan.precision == "fp16" else ""
-    return f"computed in {plan.precision}{scaled}; gradients summed in {plan.reduce_dtype}"
+    scaled = " with loss scaling" if plan.precision == "fp16" else ""
+    return f"computed in {plan.precision}{scaled}; gradients reduced in {plan.reduce_dtype}"

@@ -37,7 +37,7 @@ FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {
 
 @dataclass(frozen=True)
 class LayoutPin:
-    """Placement on one axis of all parameters or operators whose names match a pattern.
+    """Pin of a placement on one axis, for all parameters or operators whose names match a pattern.
 
     `of_operator`: True if the pattern is for operators.
     """
@@ -63,7 +63,7 @@ class LayoutPin:
 
 @dataclass(frozen=True)
 class CutPin:
-    """Pin of a stage boundary: a stage begins with this module or operator."""
+    """Pin of a stage boundary: a stage begins with the module or operator `name`."""
 
     name: str
 
@@ -73,7 +73,10 @@ class CutPin:
 
 @dataclass(frozen=True)
 class TogetherPin:
-    """Pin of modules to one stage. With `*` in the names, the modules of each match of `*` share a stage."""
+    """Pin of several modules to one stage.
+
+    If the names contain `*`, each match is a separate pin: `model.layers.*` keeps each layer on one stage.
+    """
 
     names: tuple[str, ...]
 
@@ -86,7 +89,10 @@ Pin = LayoutPin | CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class Pins:
-    """All pins of a plan. `text`: content of the file that they come from, to name lines in errors."""
+    """All pins of a plan.
+
+    `text`: content of the pins file, from which error messages take line numbers.
+    """
 
     layouts: tuple[LayoutPin, ...] = ()
     cuts: tuple[CutPin, ...] = ()
@@ -98,7 +104,7 @@ class Pins:
 
     @staticmethod
     def parse(pins: Pins | Mapping[str, Any] | str | Path | None, axes: tuple[Axis, ...] = AXES) -> Pins:
-        """Parse pins from a dict (see this module's docstring for its form), or from a JSON file of it.
+        """Parse pins from a dict of the form in this module's docstring, or from a JSON file with such a dict.
 
         Args:
             axes: the mesh axes that can be pinned.
@@ -112,14 +118,18 @@ class Pins:
         if pins is None:
             return Pins()
         if not isinstance(pins, Mapping):
-            raise OptionError(f"pins={pins!r} are not pins", why=f"they are a {type(pins).__name__}", hint=FORM)
+            raise OptionError(
+                f"pins={pins!r} cannot be read",
+                why=f"pins must be a dict or a path, not a {type(pins).__name__}",
+                hint=FORM,
+            )
         known = [axis.name for axis in axes]
         named = [(name, places) for name, places in pins.items() if name != "stages"]
         layouts = [pin for name, places in named for pin in _layouts(name, places, text, known)]
         return Pins(tuple(layouts), *_stages(pins.get("stages", {})), text)
 
     def where(self, pin: Pin) -> str:
-        """Return the line of a pin in its file; "" if the pins are not from a file."""
+        """Return the line number of a pin in its file, as text; "" if the pins are not from a file."""
         if not self.text:
             return ""
         if isinstance(pin, TogetherPin):
@@ -127,7 +137,7 @@ class Pins:
         return line_of(self.text, *["cut_before"] * isinstance(pin, CutPin), pin.name)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the pins as the dict that `parse` reads."""
+        """Return the pins as a dict that `parse` accepts."""
         data: dict[str, Any] = {}
         for pin in self.layouts:
             data.setdefault(pin.name, {})[pin.axis] = pin.text
@@ -141,7 +151,7 @@ class Pins:
 
 def _read(path: Path) -> tuple[Any, str]:
     if not path.exists():
-        raise OptionError(f"there are no pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
+        raise OptionError(f"there is no file of pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
     text = read_text(path, "a file of pins", OptionError, f"a JSON file like {FORM.removeprefix('pins=')}")
     try:
         return json.loads(text), text
@@ -152,7 +162,7 @@ def _read(path: Path) -> tuple[Any, str]:
 def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[LayoutPin]:
     where = line_of(text, name) if text else ""
     if not isinstance(places, Mapping) or not places:
-        raise OptionError(f"the pin '{name}': {places!r} names no axis", where=where, hint=FORM)
+        raise OptionError(f"the pin '{name}' names no mesh axis: {places!r}", where=where, hint=FORM)
     pins = []
     for axis, place in places.items():
         if axis not in known:
@@ -164,7 +174,9 @@ def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[La
             hint = (
                 "R, or S(d) to shard dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
             )
-            raise OptionError(f"the pin '{name}' requests '{place}'", why=str(error), where=where, hint=hint) from None
+            raise OptionError(
+                f"the pin '{name}' has the invalid placement '{place}'", why=str(error), where=where, hint=hint
+            ) from None
         pins.append(LayoutPin(name, axis, placed))
     return pins
 
@@ -174,7 +186,7 @@ def _stages(stages: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
     known = {"cut_before", "together"}
     if not isinstance(stages, Mapping) or not stages.keys() <= known:
         raise OptionError(
-            f"pins['stages'] = {stages!r} cannot be read", why="it has cut_before and together", hint=hint
+            f"pins['stages'] = {stages!r} cannot be read", why="its keys are 'cut_before' and 'together'", hint=hint
         )
     cuts, together = stages.get("cut_before", ()), stages.get("together", ())
     if not _are_names(cuts):

@@ -1,6 +1,6 @@
-"""A partition plan as data: how a model is placed on a mesh. It is read from and written to JSON.
+"""A partition plan as data: layouts, stages and schedule of a model on a mesh.
 
-Parameters and operators are keyed by name patterns in which `*` replaces block numbers
+A plan is stored as JSON. Parameters and operators are keyed by name patterns in which `*` replaces block numbers
 (`model.layers.*.mlp.down_proj.weight`). An entry for a full name overrides the entry for its pattern. An operator's
 entry lists the placements of its inputs and outputs on an axis. An operator without an entry is replicated.
 """
@@ -39,7 +39,11 @@ WRITABLE = "a file in a folder that exists, that you may write to, on a disk wit
 
 @lru_cache(maxsize=1)
 def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
-    """Return the JSON Schema of a plan (also `autopart plan --schema`) for meshes of these axes."""
+    """Return the JSON Schema of a plan, as `autopart plan --schema` prints it.
+
+    Args:
+        axes: the mesh axes that a plan can use.
+    """
     text = resources.files("autopart").joinpath("plan_schema.json").read_text()
     for shipped, asked in zip(_alternatives(AXES), _alternatives(axes), strict=True):
         text = text.replace(f"({shipped})", f"({asked})")
@@ -47,7 +51,7 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return regular expressions that match names of any axis, of parameters' and of operators' axes."""
+    """Return regular expressions that match the names of all axes, parameter axes and operator axes."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
@@ -56,11 +60,11 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Why:
-    """Explanation of one choice of a plan, with the cost of the alternatives. Print it.
+    """Explanation of one choice in a plan, with the costs of the alternatives. Print it.
 
-    `price_s`: how many seconds longer a step takes with the second-best choice. `others`: every alternative with its
-    cost as text. `collectives`: names of the collectives next to the operator in the graph. `where`: lines of the
-    model's source.
+    `price_s`: by how many seconds the second-best choice makes a step longer. `others`: {alternative: its cost as
+    text}. `collectives`: names of the collectives next to the operator in the graph. `where`: source lines of the
+    model.
     """
 
     subject: str
@@ -80,7 +84,7 @@ class Why:
 
 
 class Explainer(Protocol):
-    """Protocol of the object that computes the results of `Plan.why` and `Plan.why_not`."""
+    """Protocol of the object that answers `Plan.why` and `Plan.why_not`."""
 
     def why(self, name: str) -> Why: ...
 
@@ -89,7 +93,7 @@ class Explainer(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of a model on a mesh: layouts, stages, schedule, and their predicted cost.
+    """Partition of a model over a mesh: layouts, stages, schedule, and their predicted cost.
 
     Example:
         >>> plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
@@ -136,7 +140,7 @@ class Plan:
         object.__setattr__(self, "cost", Cost.of(self))
 
     def to_json(self) -> str:
-        """Return the plan as JSON text with one entry per line, which suits line-based diffs."""
+        """Return the plan as JSON text with one entry per line, so that line-based diffs are short."""
         data = {"format": FORMAT, **asdict(replace(self, reasons=None))}
         del data["text"], data["reasons"], data["axes"]
         return _dumps(data) + "\n"
@@ -150,7 +154,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan from a JSON file. Raises PlanError, which names the line, for an invalid plan."""
+        """Read a plan from a JSON file. Raises PlanError, with the line number, for an invalid plan."""
         path = Path(path)
         hint = "autopart plan ... --output plan.json writes one"
         if not path.exists():
@@ -159,7 +163,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, name: str = "the plan", axes: tuple[Axis, ...] = AXES) -> Plan:
-        """Read a plan from JSON text. Raises PlanError, which names the line, for an invalid plan.
+        """Parse a plan from JSON text. Raises PlanError, with the line number, for an invalid plan.
 
         Args:
             axes: the mesh axes that the plan can use.
@@ -176,8 +180,8 @@ class Plan:
             if problem.validator == "additionalProperties":
                 path += [key for key in problem.instance if f"'{key}'" in problem.message][:1]
             raise PlanError(
-                f"{name} does not have the form of a plan", why=f"{'.'.join(path) or 'the plan'}: {problem.message}",
-                where=line_of(text, *path), hint="autopart plan --schema prints the form",
+                f"{name} is not a valid plan", why=f"{'.'.join(path) or 'the plan'}: {problem.message}",
+                where=line_of(text, *path), hint="autopart plan --schema prints the JSON schema of a plan",
             )  # fmt: skip
         fields = {k: v for k, v in data.items() if k != "format"}
         fields["schedule"] = Schedule(**fields["schedule"])
@@ -187,7 +191,11 @@ class Plan:
         return Plan(**fields, text=text, axes=axes)
 
     def where(self, *keys: str) -> str:
-        """Return the line of an entry (given by its keys) in the plan's file; "" if it has no file."""
+        """Return the line number of an entry in the plan's file as text; "" if the plan has no file.
+
+        Args:
+            keys: the keys that lead to the entry, outermost first.
+        """
         return line_of(self.text, *keys) if self.text else ""
 
     @property
@@ -199,13 +207,13 @@ class Plan:
         return Mesh.parse(self.mesh, self.axes)
 
     def placement_text(self, parameter: str, axis: str) -> str:
-        """Return the stored placement of a parameter on an axis as text, given its name or pattern."""
+        """Return, as text, the stored placement on an axis of a parameter (or of a name pattern)."""
         entry = self.parameters.get(parameter, self.parameters.get(pattern_of(parameter), {}))
         return entry.get(axis, "R")
 
     @property
     def axes_in_parts(self) -> tuple[str, ...]:
-        """Axes over which ZeRO shards parameters, largest first. Flattened axes have one name (`dp_cp`)."""
+        """Axes over which ZeRO shards parameters, those with most ranks first, such as `dp_cp` (flattened)."""
         mesh = self.mesh_object()
         places = [at for entry in self.parameters.values() for at in entry.items()]
         axes = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
@@ -213,34 +221,34 @@ class Plan:
 
     @property
     def axes_by_expert(self) -> tuple[str, ...]:
-        """Axes over which tokens are dispatched to experts on other ranks."""
+        """Axes over which tokens are dispatched to the ranks of their experts."""
         ways = [(axis, str(way)) for entry in self.operators.values() for axis, way in entry.items()]
         axes = {axis for axis, way in ways if any(str(place) in way for place in EXPERT_PLACEMENTS)}
         return tuple(axis for axis in self.mesh if axis in axes)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the entry of an operator and its key: the full name, or else the name's pattern."""
+        """Return (key, entry) of an operator: the entry for its full name if there is one, or for its pattern."""
         for name in (key, group):
             if name in self.operators:
                 return name, self.operators[name]
         return None
 
     def export(self, to: str, model: nn.Module | None = None) -> Any:
-        """Convert the plan to another tool's format.
+        """Convert the plan to the format of another tool.
 
-        Formats are "transformers", "parallelize_module", "pipelining" and "megatron". The first two need the model
-        (possibly on `meta`). A layout that a format cannot express is an error.
+        Formats are "transformers", "parallelize_module", "pipelining" and "megatron". The first two need the model,
+        which can be on the meta device. Raises an error if the format cannot express a layout of the plan.
         """
         return load_extra("interop").export(self, to, model)
 
     def diff(self, other: Plan) -> Difference:
-        """Return the differences between two plans; it is false if there are none. Print it for a table."""
+        """Compare with another plan. The result prints as a table, and is false if the plans are equal."""
         from autopart.show.diff import diff
 
         return diff(self, other)
 
     def why(self, name: str) -> Why:
-        """Explain a parameter, module, operator or collective, with the runner-up and its cost.
+        """Explain the layout of a parameter, module, operator or collective, with the second-best choice.
 
         Args:
             name: a name of the model or of `explain` (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), a
@@ -253,9 +261,9 @@ class Plan:
         return self._reasons().why(name)
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """Return the cost of another placement, or why it is impossible; all other choices are solved again.
+        """Return the cost of another placement, or the reason why it is impossible.
 
-        Raises the errors of `why`.
+        The solver optimizes all other choices again for the given placement. Raises the errors of `why`.
 
         Example:
             >>> print(plan.why_not("model.layers.*.mlp.up_proj.weight", {"tp": "S(1)"}))    # doctest: +SKIP
@@ -271,7 +279,7 @@ class Plan:
         return self.reasons
 
     def explain(self) -> ShownText:
-        """Return the plan as one table: stage, block, layout, FLOPs, communicated bytes.
+        """Return the plan as text, with a table of stages, blocks, layouts, FLOPs and communicated bytes.
 
         Print it, or end a notebook cell with it.
         """
@@ -295,7 +303,11 @@ class Plan:
 
 
 def line_of(text: str, *keys: str) -> str:
-    """Return, as text, the line of a JSON file in which the last of these nested keys appears: `line 12`."""
+    """Return the line number of an entry in a JSON text, as text: `line 12`.
+
+    Args:
+        keys: the keys that lead to the entry, outermost first.
+    """
     at = 0
     for key in keys:
         index = text.find(json.dumps(key), at)

@@ -1,4 +1,4 @@
-"""Versions, options and plan as texts, to check that they are equal on all ranks."""
+"""Texts of versions, options and plan, which are compared over ranks because they must be equal."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ DECIDING = (
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
-    """Return {subject: text} of versions, options and plan, which must be equal on all ranks.
+    """Return {name: text} of versions, options and plan, for a check that they are equal on all ranks.
 
     The text of a plan has one line per entry, so that an error can show the lines that differ.
 
-    `options`: a dataclass.
+    Args:
+        options: a dataclass.
     """
     import torch  # late: the command line names TIMEOUT_S
 

@@ -1,8 +1,8 @@
-"""Comparison of a traced graph on a single device with its partitioned program for all ranks.
+"""Comparison of a traced graph on a single device with its partitioned program on all ranks.
 
-`GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` runs the program of an
-`Arrangement` and returns its errors: outputs, loss, and the gradient of every parameter on every rank that stores it.
-Both runs draw random numbers from one seed, as `rng="exact"` does.
+`GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` runs the partitioned program. It
+returns the errors of the loss, of outputs, and of gradients on every rank that stores the parameter. Both runs draw
+random numbers from one seed, as `rng="exact"` does.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ Tamper = Callable[[Program, Shards], None]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Sharding decisions for a graph, placement of its stages on ranks, and an optional test fault.
+    """Sharding decisions for a graph and the placement of its stages on ranks.
 
     Args:
         stage_style: placement of stages on ranks, "loop" or "V".
-        tamper: function that plants a fault, for tests.
+        tamper: function that plants a fault, only in tests of `verify`.
         plan: the plan from which the decisions come.
     """
 
@@ -75,9 +75,9 @@ class Results:
     input_grads: Mapping[str, Tensor]
 
     def distance(self, other: Results, buffer_scales: Mapping[str, float]) -> float:
-        """Return the largest relative difference of any value from another run's.
+        """Return the largest relative difference between the values of two runs.
 
-        It is infinite if different parameters have gradients.
+        It is infinite if a parameter has a non-zero gradient in one run only.
 
         Args:
             buffer_scales: as in `buffer_errors`.
@@ -95,17 +95,17 @@ class Results:
         return max(apart, default=0.0)
 
     def has_other_gradients(self, other: Results) -> bool:
-        """Return True if a parameter has a non-zero gradient in one run and none in the other.
+        """Return True if a parameter has a non-zero gradient in one run and no gradient in the other.
 
-        A zero gradient equals a missing one: if only a skipped branch uses a parameter, its gradient is zero in the
-        program and None in the model.
+        A zero gradient and None count as equal. If only a branch that does not run uses a parameter, its gradient is
+        zero in the program and None in the model.
         """
         alone = self.grads.keys() ^ other.grads.keys()
         return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
 
     @property
     def grad_scale(self) -> float:
-        """Largest finite entry of any gradient, at least `GRAD_FLOOR`. Gradient errors are relative to it."""
+        """Largest finite gradient entry, at least `GRAD_FLOOR`. Errors of gradients are relative to it."""
         return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
 
 
@@ -145,14 +145,17 @@ def fixed_seed(seed: int = SEED) -> Iterator[None]:
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
-    """Return the parameter or, if the forward updates it in place, a leaf tensor with the updated value."""
+    """Return the parameter with the value that the forward uses.
+
+    If the forward changes the parameter in place (`max_norm` of an embedding), it is a new leaf tensor.
+    """
     if update is None:
         return parameter
     return update.updated_full(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
 
 
 class GraphUnderTest:
-    """A traced graph whose `parameters` have values, so that it can be run and compared.
+    """A traced graph with parameter values, which can run unpartitioned or partitioned.
 
     If the graph has a `loss`, the loss is differentiated; if not, a fixed weighted sum of all outputs.
 
@@ -169,7 +172,7 @@ class GraphUnderTest:
     # Single device
 
     def values(self, retain_grads: bool = False) -> dict[fx.Node, Any]:
-        """Run the graph on the global batch, on the device of the weights, and return every value by node.
+        """Run the unpartitioned graph on the global batch and return {node: its value}.
 
         Args:
             retain_grads: also retain the gradient of each value when the graph is differentiated.
@@ -236,11 +239,14 @@ class GraphUnderTest:
     # Partitioned
 
     def called(self, decisions: Decisions) -> Program:
-        """Lower the program of a forward call, which returns all outputs unsharded."""
+        """Generate the partitioned program of a forward call. It returns all outputs unsharded."""
         return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
 
     def step(self, decisions: Decisions) -> Program:
-        """Lower the program of a training step, which returns only the loss (without one, all outputs)."""
+        """Generate the partitioned program of a training step.
+
+        It returns the loss, or all outputs without one.
+        """
         if self.loss is None:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
@@ -248,7 +254,8 @@ class GraphUnderTest:
     def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
         """Return {rank: {name: local shard}} of all parameters.
 
-        Ranks that store equal shards share their memory, unless they are `trained` or a fault is planted.
+        Ranks with equal shards share one tensor, unless shards will change: in training, by a weight update of the
+        forward, or by a planted fault.
         """
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
@@ -285,7 +292,7 @@ class GraphUnderTest:
             )  # fmt: skip
 
     def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
-        """Return the scalars that the ranks differentiate: their losses, or weighted sums of their outputs."""
+        """Return the scalars that ranks differentiate: their losses, or weighted sums of their outputs."""
         if self.loss is not None:
             return [out for microbatches in results.values() for (out,) in microbatches if out.requires_grad]
         return [
@@ -298,12 +305,10 @@ class GraphUnderTest:
     # Comparison
 
     def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
-        """Run a partitioned program.
+        """Run a partitioned program and return the errors of loss, outputs, gradients and buffers, by name.
 
-        Return the errors of loss, outputs, gradients and written buffers, by name.
-
-        Errors of outputs are relative to their largest entry, errors of gradients to the largest entry of any gradient.
-        Exceptions of a faulty program are not caught.
+        Errors of outputs are relative to their largest entry, errors of gradients to the largest entry of any
+        gradient. If the program raises an exception, it is not caught.
         """
         errors: dict[str, float] = {}
         if self.loss is not None:
@@ -334,7 +339,7 @@ class GraphUnderTest:
 
 
 class _InputGradients:
-    """Gradients of the model's inputs on every rank, collected while a program runs."""
+    """Recorder of the gradients of the model's inputs on every rank, while a program runs."""
 
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")
@@ -349,7 +354,7 @@ class _InputGradients:
                 tensor.retain_grad()
 
     def errors(self, expected: Results) -> dict[str, float]:
-        """Return {input: largest error of its gradient over all ranks}. Each rank has the full gradient."""
+        """Return {input: largest error of its gradient over all ranks}. The gradient is not sharded."""
         errors = {}
         for name, whole in expected.input_grads.items():
             apart = [
@@ -367,7 +372,10 @@ def output_errors(program: Program, results: Mapping[int, list[tuple]], expected
         merged = merge_microbatches(program, microbatches)
         for i, output in enumerate(program.outputs):
             if output.position is not None:
-                error = relative(merged[output.position], expected[i])
+                actual, reference = merged[output.position], expected[i]
+                if output.is_number:
+                    reference = torch.as_tensor(reference, dtype=actual.dtype)
+                error = relative(actual, reference)
                 errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), error)
     return errors
 
@@ -411,7 +419,7 @@ def buffer_errors(
 def global_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
     """Return the loss of the global batch, computed from the losses of ranks and microbatches.
 
-    Partial sums over data ranks and microbatches are added; replicated losses count once.
+    Losses that are partial sums over ranks or microbatches are added. Replicated losses count once.
     """
     layout = program.outputs[0].layout
     at = {rank: program.mesh.coordinates(rank) for rank in results}
@@ -427,9 +435,9 @@ def weights_like(output: Tensor) -> Tensor:
 
 
 def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    """Return the largest difference of two tensors, relative to `scale`.
+    """Return the largest absolute difference of two tensors, divided by `scale`.
 
-    Infinite if shapes differ, or if an entry is infinite or NaN in one tensor only.
+    Returns infinity if shapes differ, or if an entry is infinite or NaN in one tensor only.
 
     Args:
         scale: by default, the largest finite entry of the expected tensor, at least `FLOOR`.

@@ -1,7 +1,7 @@
-"""Detection of NaN and infinity in a model's results: comparing NaN with NaN proves nothing.
+"""Detection of NaN and infinity in the results of a model: comparing NaN with NaN proves nothing.
 
-A compared value must not contain NaN. Infinity is legal in outputs and buffers (masked logits), but not in a loss or a
-gradient.
+A compared value must not contain NaN. Infinity is allowed in outputs and buffers (masked logits), but not in a loss or
+a gradient.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class NotFinite:
-    """NaN or illegal infinity that the model itself computes.
+    """NaN, or infinity where it is not allowed, that the model itself computes.
 
     Args:
-        values: description of the bad entries, by compared value (`loss`, `output 1`, `gradient of h.0.up.weight`).
-        begins: description of the bad entries of parameters, inputs and buffers before the run.
-        maker: the first operator that computes a bad value, with its source line; "" if there is none.
-        same: True if the program computes the same non-finite entries as the model.
+        values: {compared value: description of its NaN and infinities}, with names such as `loss`, `output 1` or
+            `gradient of h.0.up.weight`.
+        begins: {parameter, input or buffer: description of its NaN and infinities before the run}.
+        maker: the first operator that computes NaN or infinity, with its source line; "" if there is none.
+        same: True if the partitioned program computes the same non-finite entries as the model.
     """
 
     values: Mapping[str, str]
@@ -55,7 +56,7 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def bad_entries(value: Any) -> str:
-    """Describe the bad entries of a value: `is nan`, `holds 3 nan of 64`; "" if all are finite."""
+    """Describe the NaN and infinities of a value: `is nan`, `holds 3 nan of 64`; "" if all are finite."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return ""
     value = value.detach()
@@ -69,19 +70,19 @@ def bad_entries(value: Any) -> str:
 
 
 def not_finite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
-    """Map each compared tensor with NaN (or infinity, if illegal) to a description of the bad values."""
+    """Return {compared value: description}, for values with NaN, or with infinity where it is not allowed."""
     return {name: bad_entries(value) for name, value, infinities in _compared(subject, results)
             if value.isnan().any() or (not infinities and bad_entries(value))}  # fmt: skip
 
 
 def infinite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
-    """Return {name: description} of the outputs and buffers that contain infinity, which is legal there."""
+    """Return {name: description} of the outputs and buffers with infinity, which is allowed in them."""
     return {name: bad_entries(value) for name, value, infinities in _compared(subject, results)
             if infinities and not value.isnan().any() and bad_entries(value)}  # fmt: skip
 
 
 def _compared(subject: GraphUnderTest, results: Results) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, value, True if infinity is legal) of all floating-point values that are compared."""
+    """Yield (name, value, True if infinity is allowed) for all floating-point values that are compared."""
     loss = subject.outputs.index(subject.loss) if subject.loss is not None else None
     entries: list[tuple[str, Any, bool]] = []
     for i, value in enumerate(results.outputs):
@@ -95,9 +96,10 @@ def _compared(subject: GraphUnderTest, results: Results) -> Iterator[tuple[str, 
 
 
 def explain(subject: GraphUnderTest, values: Mapping[str, str]) -> NotFinite:
-    """Find the operator or tensor from which the NaN and infinities in `values` originate.
+    """Find the operator, parameter or input from which NaN and infinities originate.
 
-    `values` is a result of `not_finite`.
+    Args:
+        values: result of `not_finite`.
     """
     computed = subject.values(retain_grads=True)
     begins = dict(_beginnings(computed))
@@ -113,10 +115,7 @@ def explain(subject: GraphUnderTest, values: Mapping[str, str]) -> NotFinite:
 
 
 def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of parameters and inputs that are not finite, and of buffers with NaN.
-
-    Infinity in a buffer is legal.
-    """
+    """Yield (name, description) of non-finite parameters and inputs, and of buffers that contain NaN."""
     for node, value in computed.items():
         text = bad_entries(value)
         if not text:
@@ -129,7 +128,7 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: GraphUnderTest) -> str:
-    """Describe the first operator that computes NaN, or an infinity that reaches a loss."""
+    """Describe the first operator that computes NaN, or an infinity on which the loss depends."""
     for end in ends:
         node = _origin(end, computed, torch.isnan)
         if node is not None and node.op == "call_function":
@@ -143,7 +142,7 @@ def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject
 
 
 def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
-    """Describe the operator that computes the infinities in this value; "" if there is none."""
+    """Describe the operator that computes the infinities in the value of `end`; "" if it has none."""
     node = _origin(end, computed, torch.isinf)
     if node is None or node.op != "call_function":
         return ""
@@ -151,7 +150,11 @@ def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
 
 
 def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor], Tensor]) -> fx.Node | None:
-    """Return the earliest ancestor of `end` that has a bad value although all its inputs are good."""
+    """Return an ancestor of `end` whose value is bad although the values of all its inputs are good.
+
+    Args:
+        bad: elementwise test of a tensor for bad entries, such as `torch.isnan`.
+    """
     if not _has(computed[end], bad):
         return None
     node = end

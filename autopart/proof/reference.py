@@ -1,6 +1,6 @@
-"""Reference for the partitioned program: the model on a single device, and its trace in float64.
+"""Reference results for a partitioned program: the model on a single device, and its float64 trace.
 
-A verification takes the first of two methods that works:
+A verification uses the first of two methods that works:
 
 1. **The model in float64.** A copy is converted to float64, run and traced. The program is compared with the copy to
    1e-10. If the copy casts down inside (a loss in float32), the trace upcasts these operators to float64. Then the
@@ -12,10 +12,10 @@ A verification takes the first of two methods that works:
    model to the rounding of the model's precision. If rounding decides which code runs (which units of a ReLU are on,
    which expert is chosen), the graph is compared with the model before the conversion.
 
-Either comparison can fail. A fault of the program (a lost sum, a wrong shard) shows at 1e-10 against a graph that is
-not partitioned. A fault of the graph (a lost operator, a wrong constant) shows at the model's own precision, against
-Python code that no part of autopart has changed. The second comparison misses a fault of the trace only if the fault
-changes every result by less than the model's own rounding.
+Both comparisons find faults. A fault of the program (a lost sum, a wrong shard) exceeds 1e-10 against the unpartitioned
+graph. A fault of the graph (a lost operator, a wrong constant) exceeds the model's rounding against the model's own
+Python code. The second comparison misses a fault of the trace only if the fault changes every result by less than that
+rounding.
 """
 
 from __future__ import annotations
@@ -63,19 +63,22 @@ _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError,
 
 
 class Reference:
-    """A copy of a model, run and traced on one device; the program must compute its results.
+    """A copy of a model on a single device, its trace, and the results that the program must match.
 
     Args:
         source: the model, which is not changed.
         arguments: arguments of the call.
         loss_fn: as in `verify`.
-        precision: mixed precision of the trace; its casts are identities here.
+        precision: mixed precision of the trace. Its casts change nothing here, because all values are float64.
 
-    Attributes: `model` is the copy with its loss function, `base` the copy without it, and `arguments` the call in the
-    copy's precision. `traced` is the trace of `model`, with graph, weights, buffers and inputs in float64. `is_double`
-    is True if the copy is float64 too; then the trace shares the copy's weights and buffers. `lost` holds the buffers
-    that the model changes without the trace recording it. `infinite` holds the results of the model that are not
-    finite, as `not_finite` returns them.
+    Attributes:
+        base: the copy.
+        model: the copy with its loss function.
+        arguments: arguments of the call in the copy's precision.
+        traced: the trace of `model`, with graph, weights, buffers and inputs in float64.
+        is_double: True if the copy is in float64 too. Then the trace shares the copy's weights and buffers.
+        lost: buffers that the model changes and the trace does not.
+        infinite: results of the model with NaN or infinity, as `not_finite` returns them.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Reference:
                 self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
 
     def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Copy and convert the model and a loss module in one call, because the two can share tensors."""
+        """Copy and convert the model. A loss module is copied together with it, as the two can share tensors."""
         if not isinstance(self.loss_fn, nn.Module):
             return convert(copy_of(source, {}))
         copied = convert(copy_of(WithLoss(source, self.loss_fn), {}))
@@ -105,10 +108,10 @@ class Reference:
         return copied.get_submodule("model")
 
     def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
-        """Trace and run a copy of the model, and store both results. Exceptions of the model are not caught.
+        """Trace a copy of the model, run it, and store trace and results. Exceptions are not caught.
 
         Args:
-            why_single: reason why the copy is not float64; "" if it is.
+            why_single: reason why the copy is not in float64; "" if it is.
         """
         is_double = not why_single
         self.base, self.is_double, self.notes = base, is_double, [] if is_double else [why_single]
@@ -132,7 +135,7 @@ class Reference:
         return dict(tree_map(_to_double if self.is_double else _to_single, dict(arguments)))
 
     def trace(self, arguments: Mapping[str, Any]) -> Trace:
-        """Trace another call, with the weights and buffers of the first trace."""
+        """Trace another call. The trace gets the weights and buffers of the first trace."""
         traced = prepare(self.model, arguments, double=True, precision=self.precision)
         if self.is_double:
             return traced
@@ -143,7 +146,7 @@ class Reference:
         return dict(tree_map(_to_double, dict(arguments)))
 
     def buffer(self, name: str) -> Tensor:
-        """Return a buffer, or a frozen parameter that the forward writes, with its value after the forward."""
+        """Return the current value of a buffer, or of a frozen parameter that the forward writes."""
         return tensor_by_name(self.base, name)
 
     @property
@@ -153,12 +156,15 @@ class Reference:
 
     @cached_property
     def expected(self) -> Results:
-        """Results of the trace in float64 (or of the copy, if it is float64): the program must compute them."""
+        """Float64 results that the program must match.
+
+        They are those of the copy, or, if the copy computes anything in a lower precision, those of the trace.
+        """
         return self.subject.expected() if self.is_upcast else self.of_model
 
     @cached_property
     def errors(self) -> dict[str, float]:
-        """The differences between trace and model that exceed rounding, by name."""
+        """{name: difference between trace and model}, for differences that exceed rounding."""
         apart = self.expected.distance(self.of_model, self.subject.buffer_scales) if self.is_upcast else 0.0
         allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
         if apart > allowed:
@@ -170,11 +176,11 @@ class Reference:
 
     @cached_property
     def not_finite(self) -> NotFinite | None:
-        """The values of the model that are infinite or NaN, if any."""
+        """NaN and infinities that the model computes, with their origin; None if there are none."""
         return explain(self.subject, self.infinite) if self.infinite else None
 
     def _of_model(self, subject: GraphUnderTest) -> Results:
-        """Run the copy itself and differentiate it."""
+        """Run the copy of the model, differentiate it, and return its results."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
         written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
         with restore_buffers(self.base, written_parameters), PythonState(self.model):
@@ -189,7 +195,7 @@ class Reference:
 
 
 def _is_double(model: nn.Module) -> bool:
-    """Return True if all weights of a model are float64 already."""
+    """Return True if all parameters of a model are float64."""
     return all(parameter.dtype in _SINGLE for parameter in model.parameters())
 
 
@@ -203,7 +209,10 @@ def in_double(model: nn.Module) -> nn.Module:
 
 
 def _in_single(model: nn.Module) -> nn.Module:
-    """Convert float64 tensors of a model to float32, in place, because it does not run in float64."""
+    """Convert the float64 weights and buffers of a model to float32, in place.
+
+    It is called for models that do not run in float64.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(_SINGLE.get(tensor.dtype, tensor.dtype))
     return model

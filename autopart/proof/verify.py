@@ -1,4 +1,4 @@
-"""Proof by execution: all ranks of the partitioned program, run in one process, against the model.
+"""Proof by execution: run all ranks of a partitioned model in one process and compare with the model.
 
 `verify` runs the graphs that the runtime executes, forward and backward, in float64. It compares the loss, outputs,
 every gradient and every written buffer. If they differ, it compares value by value and names the first wrong value.
@@ -6,9 +6,10 @@ every gradient and every written buffer. If they differ, it compares value by va
 With `precision=`, the float64 comparison replaces casts by identities. Then the program runs with its casts and is
 compared with a single-device run under the same precision (`verify_precision.py`).
 
-A model that computes parts in float32 (losses and RMS norms of transformers) cannot be matched to 1e-10, because the
-program adds in another order. Its trace is then computed in float64. The trace is compared with the model to the
-model's own rounding, and the partitioned program with the trace to 1e-10 (`reference.py` explains what that proves).
+Some models compute parts in float32 (losses and RMS norms of transformers). The program cannot match such a model to
+1e-10, because it adds in another order. Its trace is then computed in float64. The trace is compared with the model to
+the model's own rounding, and the partitioned program with the trace to 1e-10 (`reference.py` explains what that
+proves).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.sync_option import SyncOption
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
 from autopart.passes.choose.plan_codec import decode
-from autopart.plans.headlines import whole_rows, whole_text
+from autopart.plans.headlines import replicated_operator_text, replicated_operators
 from autopart.plans.plan import Plan
 from autopart.proof.comparison import Arrangement, Tamper
 from autopart.proof.finite_values import NotFinite, infinite
@@ -55,6 +56,7 @@ from autopart.recipe.make_plan import make_plan, prepare
 from autopart.recipe.model_source import ModelSource
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.runtime.comm.stage_ranks import stage_style_of
+from autopart.tracing.python.python_state import SETS
 from autopart.tracing.sparse_buffers import check_layouts
 from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
@@ -65,22 +67,22 @@ MOST_UNSHARDED = 3
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of `verify`. Printed, it names the largest error and the first wrong value.
+    """Result of `verify`. Its text names the largest error and the first wrong value.
 
     Args:
         ok: all values agree, and none is NaN.
         max_error: largest error of the loss, outputs (relative to their largest entry) and gradients (relative to the
             largest gradient entry of the model), over all ranks.
         first_mismatch: the first wrong value; None if all agree.
-        errors: error by name (`loss`, `output 0`, parameter names, `buffer bn.running_mean`, and with `steps=`
-            `step 2 weight h.0.up.weight`).
+        errors: {name: error}, with names such as `loss`, `output 0`, those of parameters, `buffer bn.running_mean`, and
+            with `steps=` `step 2 weight h.0.up.weight`.
         mesh: the mesh, as text.
         smallest: with `shrink=True`, the smallest subgraph that is wrong when it runs alone.
         steps: with `steps=`, a report of each training step.
         not_finite: NaN, or an infinite loss or gradient, that the model itself computes. Nothing is proven then, and
             `ok` is False.
         rounded: with `precision=`, the comparison with a single-device run in that precision. All other fields are from
-            the float64 program whose casts are identities.
+            the comparison in float64.
     """
 
     ok: bool
@@ -130,7 +132,7 @@ def verify(
     """Run ALL ranks of the partitioned model in this process and compare with the model.
 
     No process group is needed. A copy of the model runs in float64, or in its own precision if it does not run in
-    float64. Both sides draw random numbers (such as dropout in training mode) from one seed.
+    float64. The model and all ranks draw random numbers (such as dropout in training mode) from one seed.
 
     Args:
         model, mesh, example_args, example_kwargs, plan: as in `parallelize`; nothing is compiled here.
@@ -139,11 +141,11 @@ def verify(
             differentiates a fixed weighted sum of the outputs.
         rng: "exact", or "fast" to turn dropout off (eval mode), for models whose random numbers cannot be reproduced.
         tolerance: largest relative error that counts as equal.
-        shrink: also find the smallest part of the graph that is wrong alone.
-        scaled: True verifies a copy that keeps two of every run of equal blocks; False the model itself. "auto" uses
-            the copy if the model does not fit in memory in float64 or has no weights. A `plan` of the full model
-            gives the copy's layouts.
-        tamper: called with the program and the ranks' parameters before the run, to plant a fault.
+        shrink: if values are wrong, also find the smallest subgraph that is wrong when it runs alone.
+        scaled: True verifies a copy with only two of each run of equal blocks, False the model itself. "auto" uses the
+            copy if the model does not fit into memory in float64 or has no weights. The copy's layouts come from
+            `plan`, a plan of the full model, if it is passed.
+        tamper: function that plants a fault before the run. It gets the program and the ranks' parameters.
         steps: number of training steps to run after the first comparison. Compares loss, norm, gradients, weights and
             optimizer state after each step. Any of the next four arguments implies 3 steps.
         optimizer: function that makes a rank's optimizer from its [(name, parameter)].  [default: AdamW, lr=1e-3]
@@ -179,9 +181,10 @@ def verify(
 
 
 def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
-    """Return True if a model on meta could be verified unreduced once it has weights.
+    """Return True if memory suffices to verify the full model, without a reduced copy.
 
-    With `scaled=False` it cannot be reduced: raises InputError if the verification needs more memory than is free.
+    The model is on the meta device. Raises InputError if memory does not suffice and `scaled=False` forbids a reduced
+    copy.
     """
     assert source.example is not None
     arguments = bind_call(source.model, (), source.example)
@@ -195,9 +198,9 @@ def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[s
 def _check_fits(
     model: nn.Module, arguments: dict[str, Any], loss_fn: Any, target: Any, mesh: Mesh, options: Options
 ) -> Options:
-    """Return the options without `memory=`, because a float64 copy of the model may exceed that limit.
+    """Check the option `memory=` for the model in its own precision, and return the options without it.
 
-    Raises MemoryLimitError if the model in its own precision exceeds the limit.
+    The float64 copy that is verified may exceed the limit. Raises MemoryLimitError if the model itself exceeds it.
     """
     if options.memory is None:
         return options
@@ -210,14 +213,18 @@ def _check_fits(
 
 
 class VerificationRun:
-    """A float64 copy of a model, traced once for a call, to verify under any number of plans and meshes.
+    """A float64 copy of a model and its trace, to verify any number of plans and meshes.
 
     Args:
         arguments: the call by argument name, from `bind_call`.
         scaled: as in `verify`, or the reduced copy to verify instead of the model.
 
-    Attributes: `base` is the copy alone, `model` the copy with its loss function, `arguments` the call of the copy,
-    `traced` the float64 trace, and `subject` runs the trace unpartitioned or partitioned.
+    Attributes:
+        base: the copy.
+        model: the copy with its loss function.
+        arguments: the call of the copy.
+        traced: the float64 trace of the copy.
+        subject: runs the trace, unpartitioned or partitioned.
 
     Example:
         >>> run = VerificationRun(model, bind_call(model, (), batch))              # doctest: +SKIP
@@ -257,7 +264,7 @@ class VerificationRun:
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
     ) -> Arrangement:
-        """Return the partitioning of the model on a mesh, from a given plan or chosen.
+        """Return the sharding decisions of a plan for the model. Without `plan`, choose one for the mesh.
 
         Raises the errors of `plan`.
         """
@@ -279,9 +286,9 @@ class VerificationRun:
         self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False,
         training: Training | None = None,
     ) -> Verification:  # fmt: skip
-        """Run a partitioned program on all ranks and compare it with the model.
+        """Run the partitioned program on all ranks and compare it with the model.
 
-        If all values agree, also run and compare the training steps.
+        If all values agree, run and compare the training steps too.
         """
         phase("running the model on one device")
         expected, errors, bad = self.reference.expected, dict(self.reference.errors), self.reference.not_finite
@@ -318,6 +325,11 @@ class VerificationRun:
         self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
     ) -> Verification:
         """Run and compare training steps, and add their results to a verification."""
+        if changes := next((note for note in self.traced.notes if note.startswith(SETS)), None):
+            raise InputError(
+                f"steps={training.steps} of a model whose {changes.partition(':')[0]}",
+                why="each step is another trace, and verify() has one", hint="verify_loop(), which calls parallelize()",
+            )  # fmt: skip
         if not verification.ok:
             return replace(
                 verification,
@@ -344,9 +356,9 @@ class VerificationRun:
 def _unsharded_notes(plan: Plan | None) -> list[str]:
     if plan is None or not plan.unsharded:
         return []
-    rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
+    rows = replicated_operators(plan, plan.cost.get("forward_flops", 0))
     rest = [f"{len(rows) - MOST_UNSHARDED} more kinds of operators"] * (len(rows) > MOST_UNSHARDED)
-    return ["run in full on every rank: " + "; ".join([*map(whole_text, rows[:MOST_UNSHARDED]), *rest])]
+    return ["run in full on every rank: " + "; ".join([*map(replicated_operator_text, rows[:MOST_UNSHARDED]), *rest])]
 
 
 def _method_notes(dp_sync: SyncOption) -> list[str]:
@@ -358,7 +370,7 @@ def _method_notes(dp_sync: SyncOption) -> list[str]:
 def _copies_to_verify(
     model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: VerifyLoad
 ) -> list[ScaledCopy] | list[None]:  # fmt: skip
-    """Return reduced copies to verify instead of the model, if requested or needed; else [None]."""
+    """Return the reduced copies to verify, or [None] to verify the model itself."""
     if scaled not in (True, False, "auto"):
         raise OptionError(f"scaled={scaled!r} is not a choice", hint='True, False or "auto"')
     if scaled is False:
@@ -394,7 +406,7 @@ def merge_verifications(verifications: Sequence[Verification]) -> Verification:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise RuntimeSetupError if a parameter has no values."""
+    """Raise RuntimeSetupError if a parameter is on the meta device, without values."""
     meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if meta is not None:
         raise RuntimeSetupError(
@@ -405,7 +417,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Raise InputError if no parameter requires a gradient, so that there is none to compare."""
+    """Raise InputError if no parameter requires a gradient, because `verify` compares gradients."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"{type(model).__name__} has no parameter that needs a gradient",

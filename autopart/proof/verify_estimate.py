@@ -1,4 +1,4 @@
-"""Estimate of the memory and time of a verification, before it begins."""
+"""Estimates of the memory and time of a verification."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated memory in bytes and time in seconds.
+    """Estimated memory in bytes, and time in seconds.
 
     Args:
-        weights: values, gradients and optimizer state, of the single device and of all ranks.
-        values: activations.
+        weights: bytes of weights, gradients and optimizer state, of the single device and of all ranks together.
+        values: bytes of activations.
     """
 
     weights: int
@@ -56,10 +56,11 @@ class Estimate:
 
 
 def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool) -> int:
-    """Return the bytes that weights take during a verification in float64.
+    """Return the bytes of weights, gradients and optimizer state during a verification in float64.
 
-    The single device has values and gradients. The ranks have shards and their gradients, once per data-parallel rank.
-    With an optimizer, its state and copies of the initial values are added.
+    The single device has weights and gradients. The ranks share one copy of the weight shards, and each data-parallel
+    replica has gradients. With training steps, the single device and each replica have three more values per weight:
+    the state of Adam and a copy.
     """
     number = sum(p.numel() for p in parameters)
     replicas = 1 if mesh is None else mesh.data_parallel_size
@@ -68,9 +69,10 @@ def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool)
 
 
 def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
-    """Return the bytes of one forward's activations in float64.
+    """Return the bytes of the activations of one forward in float64.
 
-    All activations stay until their backward. A value that is not sharded counts once per rank.
+    The estimate assumes that all activations are saved for backward. One half of them is sharded over tensor-parallel
+    ranks, the other half is replicated.
     """
     nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
     computed = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
@@ -82,15 +84,15 @@ def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
 def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:
     """Return the seconds that the matrix products of a verification take on this machine.
 
-    The forward runs three times and the backward twice, on a single device and on all ranks together. Both take 6
-    operations per weight and token (Kaplan et al. 2020, arXiv:2001.08361, table 1).
+    The single device and all ranks together each run three forwards and one backward, and per training step one more of
+    both. A forward takes 2 FLOPs per weight and token, a backward 4 (Kaplan et al. 2020, arXiv:2001.08361, table 1).
     """
     number = sum(p.numel() for p in parameters)
     return number * tokens * (20 + 12 * steps) / _rate()
 
 
 def _rate() -> float:
-    """Measure float64 operations per second with a small matrix product."""
+    """Measure the float64 FLOP/s of this machine with a small matrix product."""
     a = torch.ones(384, 384, dtype=torch.float64)
     a @ a
     start_s = time.perf_counter()
@@ -105,7 +107,7 @@ def _rate() -> float:
 def available_bytes(device: torch.device | None = None) -> int:
     """Return the bytes of memory that this process can allocate now.
 
-    On the host: the free memory, limited by the cgroups of the process. On a GPU: the free memory, plus memory that
+    On the CPU: the free memory, limited by the cgroups of the process. On a GPU: the free memory, plus memory that
     torch has reserved and does not use.
     """
     if device is not None and device.type == "cuda":
@@ -118,7 +120,10 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 
 def cgroup_free_bytes(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes left below the memory limits of a process's cgroups; infinite without a limit."""
+    """Return the bytes that a process can allocate below the memory limits of its cgroups.
+
+    Returns infinity without a limit.
+    """
     room = math.inf
     for line in process.read_text().splitlines() if process.exists() else ():
         number, controllers, path = line.split(":", 2)

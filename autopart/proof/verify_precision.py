@@ -1,8 +1,9 @@
-"""Proof of mixed precision: the program with its casts, on all ranks, against a single-device run.
+"""Proof of mixed precision: the program with its casts is compared with a single-device run.
 
-`verify` proves the partition in float64, with casts that are identities. This module checks the casts. On the single
-device, the model's own Python code runs with cast parameters, and gradients flow back to the stored dtype. The program
-runs with every cast and every reduction in its dtype. Both must agree as closely as rounding allows.
+`verify` proves the partition in float64, where casts change nothing. This module checks the casts. The single-device
+run executes the model's own Python code with parameters that are cast to the compute dtype. Their gradients are cast
+back to the stored dtype. The program runs with every cast, and reduces gradients in its reduction dtype. Both must
+agree as closely as rounding allows.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ between two orders of additions means nothing."""
 
 @dataclass(frozen=True)
 class Rounded:
-    """Differences between the partitioned program and the single-device run under a precision.
+    """Differences between the partitioned program and the single-device run in mixed precision.
 
     Args:
-        errors: by name, as `Verification.errors`.
+        errors: {name: error}, as in `Verification.errors`.
         own: distance of the single-device run from float64.
         tolerance: largest error allowed: `ROUNDINGS` of the coarsest dtype, or three times `own`, whichever is larger.
             Infinite if `own` is above `MOST`.
@@ -71,7 +72,7 @@ class Rounded:
 
 
 class SingleDeviceRun:
-    """Single-device run of a copy of a model under a precision, with the trace of the copy.
+    """Results of a copy of a model on a single device in mixed precision, and the trace of the copy.
 
     Arguments as in `Reference`.
     """
@@ -101,9 +102,10 @@ class SingleDeviceRun:
             return self.subject.differentiate(tree_flatten(returned)[0], written, traced.parameters)
 
     def compared(self, arrangement: Arrangement, in_double: Results) -> Rounded:
-        """Run the program of an arrangement's plan on all ranks, and compare it with this run.
+        """Run the partitioned program on all ranks in mixed precision, and compare it with this run.
 
         Args:
+            arrangement: its plan is applied to this trace.
             in_double: results of the model in float64.
         """
         plan = arrangement.plan
@@ -121,7 +123,7 @@ class SingleDeviceRun:
 
 
 class _Call(nn.Module):
-    """Module whose forward is a call of a model, for `functional_call`."""
+    """Module whose forward takes the arguments of a call as one dict, for `functional_call`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -132,7 +134,7 @@ class _Call(nn.Module):
 
 
 def _in_double(results: Results) -> Results:
-    """Return the results converted to float64, for comparison."""
+    """Convert results to float64 for comparison."""
 
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

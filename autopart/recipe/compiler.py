@@ -32,7 +32,7 @@ from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check
 from autopart.recipe.plan_figures import Draft, figures_of, plan_of
 from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
 from autopart.tracing.caller_modes import isolated_trace, without_inference
-from autopart.tracing.local_batch_call import all_ranks_call, are_rows
+from autopart.tracing.local_batch_call import all_ranks_call, are_rows, check_global
 from autopart.tracing.meta_copy import Source
 from autopart.tracing.python.guards import Guards, check_unstable, shown, warn_of_change
 from autopart.tracing.python.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of, with_values
@@ -86,6 +86,8 @@ class Compiler:
         self._decided: dict[str, OnAxes] = {}
         self.written: frozenset[str] = frozenset()
         self._num_traces, self._trace_s = 0, 0.0
+        self._values_read: dict[tuple[str, str], set[str]] = {}
+        """{(expression, source line): the values that Python read in the traces}."""
         self._has_warned_of_change = False
         self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # of calls that differ in nothing but numbers
         self._has_number_inputs = False
@@ -175,7 +177,10 @@ class Compiler:
             arguments = {"target": target, "call": arguments}
         with with_values(self.model, settings):
             traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
-        self.changed_values = traced.changed_values
+        for name, value in traced.trace.attributes_after(call.tensors).items():
+            path, _, attribute = name.rpartition(".")
+            vars(self.model.get_submodule(path))[attribute] = value
+        self.changed_values = traced.changed_values + traced.trace.value_guards.text
         if torch.is_grad_enabled() or purpose != "forward":
             self._last = traced
         program = self._write(traced, purpose)
@@ -217,7 +222,7 @@ class Compiler:
             return call_key(arguments, call, training, loss_fn, numbers), settings, with_outputs
 
         def traced_as(key: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
-            if traced := self._traced.find(key, _holds):
+            if traced := self._traced.find(key, _fits(flatten_call(arguments))):
                 return traced
             first = next((traced.first_guards for traced in self._traced.of(key)), None)
             changed_values = "" if first is None else self._changed_values(first)
@@ -229,7 +234,7 @@ class Compiler:
 
         key, kind = key_of(True), key_of(False) if self._has_number_inputs else None
         inputs = None if kind is None else self._numbers.get(kind, NumberInputs)
-        if not inputs and (known := self._traced.find(key, _holds)):
+        if not inputs and (known := self._traced.find(key, _fits(call))):
             return known, call
         numbers, kind = numbers_of(call.options, loss_fn), kind or key_of(False)
         inputs = inputs or self._numbers.get(kind, NumberInputs)
@@ -238,16 +243,16 @@ class Compiler:
             return {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
 
         key_now = (kind, inputs.key(numbers)) if inputs else key
-        if inputs and (known := self._traced.find(key_now, _holds)):
-            return known, flatten_call(with_numbers())
+        if inputs and (known := self._traced.find(key_now, _fits(given := flatten_call(with_numbers())))):
+            return known, given
         earlier = self._traced.of(key_now)
         added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
         while inputs.can_be_tensors() and self.precision is None:
             self._has_number_inputs = True
-            given = with_numbers()
+            with_inputs = with_numbers()
             try:
-                traced = traced_as((kind, inputs.key(numbers)), given, {**slots_of(loss_fn), **inputs.slots})
-                return traced, flatten_call(given)
+                traced = traced_as((kind, inputs.key(numbers)), with_inputs, {**slots_of(loss_fn), **inputs.slots})
+                return traced, flatten_call(with_inputs)
             except TraceError:
                 if not added:
                     raise
@@ -275,6 +280,8 @@ class Compiler:
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, flat, self.mesh.data_parallel_size)
             traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
+        if self.options.local_batch and self.mesh.data_parallel_size > 1:
+            check_global(traced.value_guards)
         if settings != self._model_settings:  # the plan has other operators
             traced = replace(traced, mode=f"{traced.mode}+{digest(settings)}")
         self._check_written(traced)
@@ -286,7 +293,9 @@ class Compiler:
         # The first trace to decide an operator decides it for all that follow.
         self._decided = {**decided_by(traced, decisions), **self._decided}
         self._num_traces, self._trace_s = self._num_traces + 1, self._trace_s + time.perf_counter() - start_s
-        warn_of_many(self._num_traces, self._trace_s / self._num_traces)
+        for guard in traced.value_guards:
+            self._values_read.setdefault((guard.text, guard.where), set()).add(str(guard.value))
+        warn_of_many(self._num_traces, self._trace_s / self._num_traces, self._values_read)
         if decisions.copied:
             warn_of_copies(batch_size(traced), self.mesh)
         own_rows = dict(zip(traced.call.names, are_rows(flat), strict=True))
@@ -304,7 +313,7 @@ class Compiler:
             with record_reads() as reads:
                 traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
             device = device_of_weights(self.model) if self.precision is None else None
-            return traced, Guards(reads, model, others, slots.values(), device)
+            return traced, Guards(reads, model, others, slots.values(), device, traced.attribute_updates)
 
         traced, guards = once()
         if guards.unstable:
@@ -354,8 +363,10 @@ class Compiler:
         return traced.programs[purpose]
 
 
-def _holds(traced: _Traced) -> bool:
-    return traced.guards.hold()
+def _fits(call: Call) -> Callable[[_Traced], bool]:
+    """Return a function that tests if a trace serves a call, by its guards."""
+    computed: dict[str, Any] = {}
+    return lambda traced: traced.guards.hold() and traced.trace.value_guards.hold(call.tensors, computed)
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:

@@ -323,12 +323,12 @@ def _check_options(problem: Problem, options: Options) -> None:
     """Raise OptionError if an option does not fit the model or the mesh."""
     mesh = problem.mesh
     if options.compile and problem.expert_axes:
-        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that shard experts"
+        hint = "dp in place of ep" if mesh.along("experts") else "a plan without pins that shard experts"
         raise OptionError(
             f"compile=True is not supported on {mesh}",
-            why="a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time",
-            hint=f"leave compile out, or {hint}",
-        )
+            why="a compiled stage has fixed sizes, and the number of tokens of a rank's experts is known only at "
+            "run time", hint=f"leave compile out, or use {hint}",
+        )  # fmt: skip
     check_named(problem.trace, options.sequence_dims or {})
 
 

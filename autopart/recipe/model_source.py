@@ -85,7 +85,7 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
     """
     for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
         if value is not None:
-            raise OptionError(f"{option} is for --hf-config", why=f"{name} makes its own example inputs")
+            raise OptionError(f"{option} only applies to --hf-config", why=f"{name} makes its own example inputs")
     build = _find(name)
     torch.manual_seed(options.seed)
     with _creation_context(options.meta, None):
@@ -215,7 +215,7 @@ def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) ->
     allowed = f", of the {longest:,} tokens that the config allows" if longest is not None and tokens < longest else ""
     unsaid = [f"--{name}" for name in ("batch", "sequence") if getattr(options, name) is None]
     change = f"; {' and '.join(unsaid)} change{'s' * (len(unsaid) == 1)} it" if unsaid else ""
-    return f"{rows:,} row{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
+    return f"{rows:,} sample{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor]:

@@ -46,20 +46,22 @@ def check_plan_options(options: Options, plan: Plan) -> None:
         asked, planned = getattr(options, name), attrgetter(option.in_plan)(plan)
         if asked not in (option.default, planned):
             raise OptionError(
-                f"{name}={asked!r} contradicts the plan, which says {planned!r}",
+                f"{name}={asked!r} contradicts the plan, which has {planned!r}",
                 where=plan.where(option.in_plan.partition(".")[0]), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
     over, axis = plan.axes_in_parts, plan.mesh_object().data_axis
-    planned_cut = f"shards parameters over {over[0]}" if over else f"shards no parameters over {axis}"
+    planned_sharding = f"shards parameters over {over[0]}" if over else f"shards no parameters over {axis}"
     pinned = any(axis in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over) or (options.zero == 0 and over and not pinned):
         raise OptionError(
-            f"zero={options.zero} contradicts the plan, which {planned_cut}",
+            f"zero={options.zero} contradicts the plan, which {planned_sharding}",
             where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
     if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions shard as with zero=3
-        raise OptionError(f"zero={options.zero} contradicts the plan, which says {plan.zero}",
-                          where=plan.where("zero"), hint="leave zero out, or edit the plan")  # fmt: skip
+        raise OptionError(
+            f"zero={options.zero} contradicts the plan, which has zero={plan.zero}", where=plan.where("zero"),
+            hint="leave zero out, or edit the plan",
+        )  # fmt: skip
     _check_given_memory(options.memory, plan)
     if options.pins and options.pins.as_data() != plan.pins:
         asked = "other pins" if plan.pins else "none"
@@ -79,8 +81,9 @@ def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
         raise MemoryLimitError(
             f"the plan needs {quantity(row['total'], 'B')} on a rank, and memory is {quantity(int(limit), 'B')}",
             why=", ".join(f"{kind} {quantity(row.get(kind, 0), 'B')}" for kind in MEMORY_KINDS if row.get(kind)),
-            where=plan.where("memory"), hint="a new plan with memory=, which says what would take less",
-        )  # fmt: skip
+            where=plan.where("memory"),
+            hint="make a new plan with memory=; if none fits, its error lists settings that need less",
+        )
 
 
 def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:

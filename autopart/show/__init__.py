@@ -1,1 +1,1 @@
-"""Presentation of plans: a table, the differences of two plans, an HTML page."""
+"""Presentation of plans: a text with tables, the differences of two plans, an HTML page."""

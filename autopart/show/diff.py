@@ -1,4 +1,4 @@
-"""Comparison of two plans by meaning: a layout by pattern equals the layout given by full names.
+"""Comparison of two plans: layouts are compared per parameter, however name patterns group them.
 
 Decisions come first (mesh, schedule, layouts, operators, stages), then their consequences (collectives, cost). Pins and
 notes describe how a plan was made and are not compared.
@@ -20,15 +20,15 @@ from autopart.ir.run.sync_option import parse_sync
 if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
-WHOLE = "whole"
-"""Text for an operator without an entry: it is replicated."""
+REPLICATED = "replicated"
+"""Text for an operator without an entry in the plan."""
 
 _MOST_ROWS = 30
 
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One difference: the section of the plan, the entry in it, and the entry's text in both plans."""
+    """One difference: section of the plan (`part`), entry in it (`what`), and its texts in both plans."""
 
     part: str
     what: str
@@ -38,7 +38,7 @@ class DiffRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """All differences of two plans; it is false if there are none. Print it for a table."""
+    """All differences between two plans. It prints as a table, and is false if the plans are equal."""
 
     rows: tuple[DiffRow, ...]
 
@@ -46,7 +46,7 @@ class Difference:
         return bool(self.rows)
 
     def table(self, first: str = "first", second: str = "second") -> ShownText:
-        """Return the differences as a table with a column for each plan, at most 30 rows per section."""
+        """Return the differences as a table with one column per plan and at most 30 rows per section."""
         if not self.rows:
             return ShownText(f"{first} and {second} are the same plan\n")
         parts: dict[str, list[DiffRow]] = defaultdict(list)
@@ -94,11 +94,11 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("prefetch", "blocks ahead"): str(plan.prefetch),
         ("scatter_sends", "between stages"): _sent(plan),
         ("dp_sync", "between data ranks"): str(parse_sync(plan.dp_sync)),
-        ("balance", "rows of the fullest rank"): f"{plan.balance:g} times the mean",
-        ("sequence_dims", "cut over cp"): str(plan.sequence_dims or "all positions"),
+        ("balance", "tokens of the busiest expert rank"): f"{plan.balance:g} times the mean",
+        ("sequence_dims", "sharded over cp"): str(plan.sequence_dims or "all sequence dims"),
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
-        ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",
+        ("reduce_dtype", "gradients reduced in"): plan.reduce_dtype or "the model's own",
         ("hardware", "profile"): plan.hardware,
         **{("inputs", name): f"{i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items()},
         **{("rules", name): "; ".join(rule["lines"]) for name, rule in plan.rules.items()},
@@ -108,7 +108,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
 
 
 def _sent(plan: Plan) -> str:
-    return "in parts" if plan.scatter_sends else "whole"
+    return "sharded" if plan.scatter_sends else "in full"
 
 
 def _recompute(a: Plan, b: Plan) -> list[DiffRow]:
@@ -139,7 +139,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
         on_axes = [str(text) for axis, text in entry.items() if axis in plan.mesh]
         text = "; ".join(on_axes)
         alone = {place.strip() for one in on_axes for side in one.split("->") for place in side.split(",")} <= {"R", ""}
-        return WHOLE if alone else text + " (weight stored otherwise)" * bool(entry.get("keep"))
+        return REPLICATED if alone else text + " (weight stored otherwise)" * bool(entry.get("keep"))
 
     return _by_name("operators", a, b, a.operators, b.operators, wording)
 
@@ -147,7 +147,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
-    """Return differences of layouts by name pattern, with block numbers if only some blocks differ."""
+    """Return differences of layouts, one row per name pattern, or per group of blocks with equal layouts."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):
@@ -170,7 +170,7 @@ def _pattern(name: str) -> str:
 
 
 def _members(name: str, numbers: Mapping[str, list[int]]) -> list[str]:
-    """Return the full names that match a pattern with one `*`, if the stages of the plan list the blocks."""
+    """Return the names that a pattern with one `*` matches, for the block numbers in `numbers`."""
     known = numbers.get(name.partition("*")[0], [])
     return [name.replace("*", str(number)) for number in known] if name.count("*") == 1 and known else [name]
 
@@ -180,7 +180,7 @@ def _number(name: str) -> str:
 
 
 def _numbers(plan: Plan) -> dict[str, list[int]]:
-    """Return the block numbers of each module list in the stages: `{"model.layers.": [0, 1, ...]}`."""
+    """Return {module list: its block numbers}: `{"model.layers.": [0, 1, ...]}`."""
     by_prefix: dict[str, set[int]] = defaultdict(set)
     for stage in plan.stages:
         for block in stage.get("blocks", ()):
@@ -206,9 +206,9 @@ def _collectives(a: Plan, b: Plan) -> list[DiffRow]:
 
 
 def _moved(plan: Plan) -> dict[str, str]:
-    """Return the count and bytes (sent by one rank) of each kind of collective, as text.
+    """Return {kind of collective: its count, and the bytes that one rank sends}, as text.
 
-    `{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`
+    For example `{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`.
     """
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in plan.collectives:

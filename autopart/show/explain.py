@@ -1,6 +1,6 @@
-"""A plan as text: summary, one table of stages and blocks, totals, balance of stages, predicted cost.
+"""A plan as text: summary, table of stages and blocks, totals, balance of stages, predicted cost.
 
-It is made from the plan's data alone, so a plan from a file needs no model.
+The text is made from the plan's data alone, so a plan that is read from a file needs no model.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ HEADINGS = ("stage", "block", "layout of its weights", "FLOPs", "forward", "back
 _STAGE, _BLOCK, _LAYOUT, _FLOPS, _FORWARD, _BACKWARD, _SENT = range(len(HEADINGS))
 _RIGHT = (_FLOPS, _SENT)
 _MIN_LAYOUT_WIDTH = 26
-_NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or collectives gets no line of its own
+_NEGLIGIBLE = 0.005  # share of FLOPs below which a block without weights or collectives gets no separate row
+_PART_NAMES = {"gradient sums": "gradient reduction"}
+"""{key of `parts_s` in a plan: its name in the text}, for keys whose name differs."""
 
 
 def explain(plan: Plan) -> str:
     """Return the plan as text, 80 columns wide.
 
-    Only the table of layouts can be wider: 120 columns, or more for long module names.
+    The table of layouts can be wider: 120 columns, or more for long module names.
 
     Example:
         >>> print(autopart.show.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
@@ -51,8 +53,8 @@ def explain(plan: Plan) -> str:
 # Numbers
 
 
-def _percent(part: float, whole: float) -> str:
-    share = part / whole if whole else 0.0
+def _percent(part: float, total: float) -> str:
+    share = part / total if total else 0.0
     return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %" if part else ""
 
 
@@ -88,36 +90,38 @@ def _header(plan: Plan) -> str:
 
 
 def _zero(plan: Plan) -> str:
-    """Return, as text, what ZeRO shards and over which axes."""
+    """Describe which tensors ZeRO shards, and over which axes."""
     mesh, ahead = plan.mesh_object(), plan.prefetch
-    parts = [[part for part in mesh_axes_of(axis) if mesh.size(part) > 1] for axis in plan.axes_in_parts]
-    over = " and ".join(map(" x ".join, parts))
-    words = {1: "the optimizer's state", 2: "the optimizer's state and gradients", 3: "parameters, gradients and state"}
-    if plan.zero not in words:
+    mesh_axes = [[name for name in mesh_axes_of(axis) if mesh.size(name) > 1] for axis in plan.axes_in_parts]
+    over = " and ".join(map(" x ".join, mesh_axes))
+    sharded = {
+        1: "optimizer state", 2: "optimizer state and gradients", 3: "parameters, gradients and optimizer state"
+    }  # fmt: skip
+    if plan.zero not in sharded:
         return ""
-    gathered = f", gathered {ahead} block{'s' * (ahead > 1)} ahead" if plan.zero == 3 and ahead else ""
-    return f"{plan.zero}: {words[plan.zero]} cut over {over}{gathered}"
+    prefetched = f", prefetched {ahead} block{'s' * (ahead > 1)} ahead" if plan.zero == 3 and ahead else ""
+    return f"{plan.zero}: {sharded[plan.zero]} sharded over {over}{prefetched}"
 
 
 def _sends(plan: Plan) -> str:
-    """Return, as text, how values are sent between stages; "" if each is sent in full."""
+    """Describe scatter-gather sends between stages; "" if values are sent in full."""
     axes = ",".join(plan.mesh_object().chosen)
-    return f"in parts: each rank of {axes} sends one, and the next stage gathers them" if plan.scatter_sends else ""
+    return f"sharded: each rank of {axes} sends a shard, the next stage all-gathers" if plan.scatter_sends else ""
 
 
 def _pins(pins: Mapping[str, Any]) -> str:
-    """Return the pins as text.
+    """Describe the pins on one line.
 
-    `model.layers.*.mlp tp:R; cut before model.layers.16; model.norm, lm_head together`
+    For example `model.layers.*.mlp tp:R; stage boundary before model.layers.16; model.norm, lm_head together`.
     """
     layouts = [f"{name} {' '.join(f'{a}:{p}' for a, p in at.items())}" for name, at in pins.items() if name != "stages"]
     stages = pins.get("stages", {})
-    cuts = [f"cut before {name}" for name in stages.get("cut_before", ())]
-    return "; ".join([*layouts, *cuts, *(f"{', '.join(names)} together" for names in stages.get("together", ()))])
+    boundaries = [f"stage boundary before {name}" for name in stages.get("cut_before", ())]
+    return "; ".join([*layouts, *boundaries, *(f"{', '.join(names)} together" for names in stages.get("together", ()))])
 
 
 def _count(number: int) -> str:
-    """Return a large number as text: `6,738,415,616 (6.74 billion)`."""
+    """Format a large number: `6,738,415,616 (6.74 billion)`."""
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number:,} ({number / size:.3g} {word})"
@@ -125,7 +129,7 @@ def _count(number: int) -> str:
 
 
 def _labelled(lines: Iterable[tuple[str, str]]) -> str:
-    """Return lines of the form `label    text`, wrapped."""
+    """Format (label, text) pairs as wrapped lines `label    text`."""
     return "\n".join(
         textwrap.fill(
             text,
@@ -161,10 +165,10 @@ def _totals(plan: Plan) -> str:
 
 
 def _unsharded(plan: Plan) -> str:
-    """Return one entry per kind of replicated operator, each with a suggested rule that could shard it."""
+    """Describe the operators that run in full on every rank, each with a sharding rule to try."""
     if not plan.unsharded:
         return ""
-    lines = ["run whole on every rank"]
+    lines = ["operators that run in full on every rank"]
     for row in plan.unsharded:
         units = (("flops", "FLOP", ""), ("bytes", "B", " in and out"), ("moved_bytes", "B", " sent by a rank for it"))
         figures = [f"{quantity(row[key], unit)}{what}" for key, unit, what in units if row.get(key)]
@@ -174,27 +178,26 @@ def _unsharded(plan: Plan) -> str:
         if "try" in row:
             lines.append(f"    try {row['try']}")
     if any(row.get("try", "").startswith("autopart.rule") for row in plan.unsharded):
-        lines.append("  (lines to try are guessed from the shapes: autopart.check_rule proves or refutes them)")
+        lines.append("  (rules to try are guesses from the shapes: test them with autopart.check_rule)")
     return "\n".join(lines)
 
 
 def _layouts(plan: Plan) -> str:
-    """Return, as text, the solver's cost of the layouts, and the proven gap to the cheapest layouts."""
+    """Describe the solver's cost of the layouts, and the proven bound on cheaper ones."""
     cost = plan.cost
     if "work_share" not in cost:
         return ""
-    shares = (
-        f"{_percent(cost['work_share'], 1)} of the matrix work and {_percent(cost['weight_share'], 1)} of its weights"
-    )
+    work, weights = _percent(cost["work_share"], 1), _percent(cost["weight_share"], 1)
     parts = {
         "communication": "communication_s",
         "memory traffic": "memory_traffic_s",
-        "gradient sums": "gradient_sync_s",
+        "gradient reduction": "gradient_sync_s",
     }
     seconds = [f"{what} {quantity(cost[key], 's')}" for what, key in parts.items() if cost[key]]
-    proof = f"no layouts cost more than {100 * cost['gap']:.2g} % less" if cost["gap"] else "no layouts cost less"
-    prices = f"the solver's prices for a step, each alone: {', '.join(seconds)}" if seconds else ""
-    lines = [f"a rank has {shares}", prices, f"proven: {proof}"]
+    better = f"more than {100 * cost['gap']:.2g} % cheaper" if cost["gap"] else "cheaper"
+    estimate = f"the solver's cost of a step, without overlap: {', '.join(seconds)}" if seconds else ""
+    shares = f"a rank has {work} of the matrix FLOPs and {weights} of their weights"
+    lines = [shares, estimate, f"proven: no layouts are {better}"]
     return "\n".join([f"layouts on {plan.mesh_object().solving_order[0]}", *indented(lines)])
 
 
@@ -211,12 +214,12 @@ def _balance(plan: Plan) -> str:
     if "stage_lower_bound_flops" in cost:
         bound = quantity(cost["stage_lower_bound_flops"], "FLOP")
         above = 100 * cost.get("imbalance", top / cost["stage_lower_bound_flops"] - 1)
-        lines += indented([f"no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that"])
+        lines += indented([f"the largest stage is {above:.2f} % above {bound}, a lower bound for every partition"])
     return "\n".join(["balance of stages (forward FLOPs of the global batch)", *lines])
 
 
 def _memory(plan: Plan) -> str:
-    """Return a table of memory by kind, for the fullest rank at every `pp` coordinate.
+    """Return a table of memory by kind. It has one row per `pp` coordinate, for the rank with most memory.
 
     Kinds that are zero everywhere are omitted.
     """
@@ -237,12 +240,12 @@ def _memory(plan: Plan) -> str:
 
 
 def _uneven(plan: Plan) -> str:
-    """Return, as text, the expert load that memory is predicted for, and the memory at the worst load."""
+    """Describe the expert load for which memory is predicted, and the memory at the largest possible load."""
     if "worst_memory_bytes" not in plan.cost:
         return ""
-    of = f"the fullest rank has {plan.balance:g} times the mean" if plan.balance > 1 else "all ranks have as many"
+    load = f"{plan.balance:g} times the mean number" if plan.balance > 1 else "the mean number"
     worst = quantity(plan.cost["worst_memory_bytes"], "B")
-    return f"balance={plan.balance:g}: {of} of the rows of experts; a rank that has all of them takes {worst}"
+    return f"balance={plan.balance:g}: the busiest rank gets {load} of expert tokens; with all tokens it needs {worst}"
 
 
 def _right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -251,20 +254,22 @@ def _right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cost(plan: Plan) -> str:
-    """Return the predicted step as text, from the figures in `Plan.cost`."""
+    """Describe the predicted step, from the figures in `Plan.cost`."""
     cost = plan.cost
     if "step_time_s" not in cost:
         return ""
     step = quantity(cost["step_time_s"], "s")
     if "parts_s" not in cost:
-        return f"predicted step\n  {step} by the formula of an older autopart, of peaks alone: make the plan anew"
+        return (
+            f"predicted step\n  {step} by the formula of an older autopart, from peak FLOP/s only: make the plan again"
+        )
     size = step_size(plan)
-    parts = ", ".join(f"{kind} {quantity(seconds, 's')}" for kind, seconds in cost["parts_s"].items())
+    parts = ", ".join(f"{_PART_NAMES.get(kind, kind)} {quantity(s, 's')}" for kind, s in cost["parts_s"].items())
     lines = [
         f"{step} a step{f' of {size}' if size else ''}",
         utilisation(cost),
         f"the busiest rank: {parts}",
-        f"pipeline: idle for {100 * cost['bubble_fraction']:.1f} % of the busy time"
+        f"pipeline bubble: {100 * cost['bubble_fraction']:.1f} % of the busy time"
         if plan.mesh.get("pp", 1) > 1
         else "",
         f"memory: {fit_text(plan)}" if fit_text(plan) else "",
@@ -291,7 +296,7 @@ Group = tuple[str, list[_Line]]
 
 
 def _stage_groups(plan: Plan) -> list[Group]:
-    """Return one group of rows per stage, or, for a plan without blocks, one group of all modules."""
+    """Return (title, rows) of each stage. A plan without blocks has one group with all modules."""
     if not any(stage.get("blocks") for stage in plan.stages):
         return [("all", _module_lines(plan))]
     weights = _weights_by_block(plan, {block["block"] for stage in plan.stages for block in stage.get("blocks", ())})
@@ -305,7 +310,7 @@ def _stage_lines(
     """Return the rows of a stage. Repeated layers share one heading.
 
     Args:
-        shown: {block: number of the stage in which its layout was printed}. Later stages refer to that stage.
+        shown: {block: number of the stage that shows its layout}. Rows of later stages refer to that stage.
     """
     lines = [
         _collective_line(f"(receives {c.count} value{'s' * (c.count > 1)})", c)
@@ -340,7 +345,7 @@ def _block_line(
     """Return the row of a block.
 
     Args:
-        layers: the layers in the heading of the row.
+        layers: layer numbers in the heading above the row, such as `0-15`.
         before: number of an earlier stage that shows the block's layout.
     """
     name = block["block"] or "(model)"
@@ -361,7 +366,7 @@ def _block_line(
 
 
 def _layers_of(name: str) -> str:
-    """Return a block's repeated layer: `model.layers.*` for `model.layers.*.mlp`; "" if there is none."""
+    """Return the repeated layer that contains a block: `model.layers.*` for `model.layers.*.mlp`, else ""."""
     parts = name.split(".")
     return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
 
@@ -380,7 +385,7 @@ def _collective_line(name: str, row: Collective) -> _Line:
 
 
 def _module_lines(plan: Plan) -> list[_Line]:
-    """Return one row for each module that has weights or collectives, for plans without blocks."""
+    """Return one row for each module with weights or collectives, for plans without blocks."""
     moved: dict[str, list[Collective]] = {}
     for row in plan.collectives:
         if row.per == "microbatch":
@@ -405,10 +410,10 @@ def _step_group(plan: Plan) -> Group:
 
 
 def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
-    """Return each block's weights and layouts: `{block: ["c_attn.weight S(1; sections=3)", ...]}`.
+    """Return {block: lines with its weights and layouts}.
 
-    A parameter belongs to the block with the longest name that contains it. Weights with equal layouts share a line;
-    replicated ones come last.
+    For example `{block: ["c_attn.weight S(1; sections=3)", ...]}`. If blocks are nested, a parameter belongs to the
+    innermost one. Weights with equal layouts share a line; replicated ones come last.
     """
     by_block: dict[str, dict[str, list[str]]] = {}
     for name in plan.parameters:
@@ -426,7 +431,7 @@ def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
 
 
 def _layout_text(plan: Plan, name: str) -> str:
-    """Return a layout as text: `S(0)` for `tp`, or `dp:S(1) tp:S(0)` if the plan uses other axes too."""
+    """Format a parameter's layout: `S(0)` if the plan shards over `tp` only, else `dp:S(1) tp:S(0)`."""
     tensor_axis = Mesh({}, plan.axes).tensor_axis
     used_axes = {axis for entry in plan.parameters.values() for axis in entry}
     joined = sorted(used_axes - set(plan.mesh))
@@ -438,7 +443,7 @@ def _layout_text(plan: Plan, name: str) -> str:
 
 
 def _table(groups: Sequence[Group]) -> str:
-    """Return the groups of rows as one table. Layouts are wrapped to the width that other columns leave."""
+    """Format groups of rows as one table of at most `WIDTH` columns, by wrapping the column of layouts."""
     rows = [
         [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
         for label, lines in groups
@@ -461,7 +466,7 @@ def _table(groups: Sequence[Group]) -> str:
 
 
 def _wrap_layout(text: str, width: int) -> list[str]:
-    """Wrap a long list of weights into indented lines, without a break inside a placement."""
+    """Wrap a list of weights and their layout into lines, with no break inside a placement."""
     lines = []
     for line in text.split("\n"):
         kept = line.replace("; sections", ";\0sections").replace(" (shared)", "\0(shared)")

@@ -1,7 +1,7 @@
 """A plan as one HTML page without scripts or external resources.
 
 It shows the predicted step, every rank's timeline, the memory of every rank by kind, the text of `explain`, notes, and
-the generated graphs if given.
+optionally the generated graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#eeca3b", "sums"
 KINDS = dict(zip(MEMORY_KINDS, ("#4c78a8", "#f58518", "#b279a2", "#9d755d", "#bab0ac", "#54a24b", "#eeca3b", "#e45756",
                                 "#72b7b2"),
                  strict=True))  # fmt: skip
-SAID = {"F": "forward", "B": "backward", "I": "backward towards the inputs", "W": "backward of the weights"}
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward towards the inputs", "W": "backward of the weights"}
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1060px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -44,7 +44,7 @@ i { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
 
 
 def page(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> str:
-    """Return the page. `graphs`: generated graphs to print, by title."""
+    """Return the HTML page. `graphs`: {title: generated graph to print}."""
     simulation = simulate(plan)
     name, mesh = plan.model.get("class", "a model"), plan.mesh_object()
     parts = [
@@ -66,7 +66,7 @@ def page(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> str:
 
 
 def write(plan: Plan, path: str | Path, graphs: Mapping[str, fx.GraphModule] | None = None) -> None:
-    """Write the page to a file. Raises OptionError if that fails."""
+    """Write the HTML page to a file. Raises OptionError if that fails."""
     text = page(plan, graphs or {})
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -92,15 +92,15 @@ def _rows(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _timeline(simulation: Simulation) -> str:
-    """Return one line for every `pp` coordinate: its actions, gradient reduction and optimizer step."""
+    """Draw one line per `pp` coordinate: its actions, gradient reduction and optimizer step."""
     timeline, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
     each = max(1, MOST // len(timeline.spans))
     boxes = []
     for rank, spans in enumerate(timeline.spans):
-        drawn = [(s.start_s, s.end_s, s.kind, f"{SAID[s.kind]} of microbatch {s.microbatch}, stage {s.stage}")
+        drawn = [(s.start_s, s.end_s, s.kind, f"{ACTION_NAMES[s.kind]} of microbatch {s.microbatch}, stage {s.stage}")
                  for s in spans[:each]]  # fmt: skip
         drawn += [
-            (*timeline.grad_sums[rank], "sums", "gradient sums"),
+            (*timeline.grad_sums[rank], "sums", "gradient reduction"),
             (*timeline.optimizers[rank], "optimizer", "optimizer"),
         ]
         boxes += [
@@ -108,14 +108,14 @@ def _timeline(simulation: Simulation) -> str:
             for start, end, kind, what in drawn if end > start
         ]  # fmt: skip
     more = "" if max(map(len, timeline.spans)) <= each else f"<p>The first {each} actions of every rank.</p>"
-    shown = {"forward": "F", "backward": "B", "weights": "W", "gradient sums": "sums", "optimizer": "optimizer"}
+    shown = {"forward": "F", "backward": "B", "weights": "W", "gradient reduction": "sums", "optimizer": "optimizer"}
     return _legend({label: COLORS[kind] for label, kind in shown.items()}) + _drawing(boxes, len(timeline.spans)) + more
 
 
 def _memory(plan: Plan) -> str:
-    """Return, for every `pp` coordinate, one line with the memory of its fullest rank by kind.
+    """Draw one bar per `pp` coordinate: the memory by kind of its rank with most memory.
 
-    Kinds can peak at different times, so that their sum can exceed the peak.
+    Kinds can peak at different times, so that the bar can be longer than the peak.
     """
     sums = [sum(row.get(kind, 0) for kind in MEMORY_KINDS) for row in plan.memory]
     scale = WIDTH / max([*sums, 1])

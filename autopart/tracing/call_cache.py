@@ -6,7 +6,7 @@ import functools
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -154,14 +154,24 @@ def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
     )
 
 
-def warn_of_many(number: int, seconds: float) -> None:
-    """Warn, once per model, that a suspiciously large number of different calls was traced."""
-    if number == MANY_CALLS:
-        warnings.warn(
-            f"autopart has traced {number} calls that differ in shapes, options or loss function; each new one takes "
-            f"about {seconds:.1f} s, and {MAX_CALLS} are kept. Pad sequences to a few lengths, and pass the same "
-            "loss_fn object.", stacklevel=2,
-        )  # fmt: skip
+def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], Collection[str]]) -> None:
+    """Warn, once per model, that a suspiciously large number of different calls was traced.
+
+    Args:
+        values: {(expression, source line): the values of inputs that the model's Python read there}.
+    """
+    if number != MANY_CALLS:
+        return
+    differs = "shapes, options or loss function"
+    hint = "Pad sequences to a few lengths, and pass the same loss_fn object."
+    (text, where), most = max(values.items(), key=lambda item: len(item[1]), default=(("", ""), ()))
+    if len(most) > 1:
+        differs = f"values that the model reads, shapes or options: `{text}` at {where} had {len(most)} values"
+        hint = "Pad batches so that it has few values, or compute with it as a tensor."
+    warnings.warn(
+        f"autopart has traced {number} calls that differ in {differs}; each new one takes "
+        f"about {seconds:.1f} s, and {MAX_CALLS} are kept. {hint}", stacklevel=2,
+    )  # fmt: skip
 
 
 def warn_of_copies(rows: int, mesh: Mesh) -> None:

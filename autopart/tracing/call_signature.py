@@ -50,6 +50,7 @@ class ExportEntry(nn.Module):
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         inputs = [leaf for leaf in (*leaves, *self.numbers.values()) if isinstance(leaf, Tensor)]
+        self.real = inputs
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
         self.draws_by_torch = False  # whether Python's random numbers are torch's
         self.spoken = [users_input(model, name) for name in names]
@@ -65,11 +66,15 @@ class ExportEntry(nn.Module):
         for name, spoken in zip(self.tensor_names, self.spoken, strict=True):
             self.semantics.named(tensors[name], f"the input {spoken}")
         is_traced = Tracing.current() is not None
+        if is_traced:
+            self.semantics.known.bind([tensors[name] for name in self.tensor_names], self.real)
         remaining = iter([tensors[name] for name in self.tensor_names])
         pairs = zip(self.leaf_names, self.options, self.is_tensor, strict=True)
         leaves = {name: next(remaining) if is_tensor else option for name, option, is_tensor in pairs}
         given = zip(self.numbers.items(), remaining, strict=True)
         numbers = {name: (tensor if is_traced else real).item() for (name, real), tensor in given}
+        if is_traced:
+            self.semantics.known.bind_numbers(list(numbers.values()))
         arguments = [numbers.get(name, leaf) for name, leaf in leaves.items()]
         paths = {module: f"the output of {path or 'the model'}" for path, module in users_modules(self.model)}
 
@@ -86,8 +91,8 @@ class ExportEntry(nn.Module):
         transforms = redirected_transforms(transformed)
         watched = watched_frames()  # below `semantics`, which looks at the frames of its callers
         with (
-            watched, written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms,
-            draws, assigned(numbers),
+            watched, written, assigned(numbers), self.state, self.autocast, floats, semantics, hook, checkpoints,
+            conditions, transforms, draws,
         ):  # fmt: skip
             output = call(self.model, tree_unflatten(arguments, self.spec))
             self.semantics.check_unspent(tensors_in(output))

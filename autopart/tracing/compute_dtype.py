@@ -77,7 +77,7 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
     if autocast is not None:
         dtype = str(autocast).removeprefix("torch.")
         raise OptionError(
-            f"precision='{precision.name}' inside torch.autocast({dtype})",
+            f"precision='{precision.name}' cannot be used inside torch.autocast({dtype})",
             why="both set the dtype in which operators compute",
             hint="use one of the two; autocast regions inside the model keep their effect",
         )

@@ -43,7 +43,7 @@ def functional(program: Any) -> Any:
     if hidden is not None:
         record_origin(hidden)
         raise TraceError(
-            "F.instance_norm is given running statistics to write",
+            "F.instance_norm is called with running statistics that it would write",
             refusal=Refusal.WRITE,
             why="torch.export does not record these writes",
             where=source_text(hidden),

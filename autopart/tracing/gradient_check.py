@@ -26,6 +26,7 @@ from autopart.ir.graph import is_floating, operator_name, source_text, value
 from autopart.ir.trace import Trace, device_of_weights
 from autopart.tracing.autograd.meta_run import meta_run
 from autopart.tracing.call_signature import PREFIX, ExportEntry
+from autopart.tracing.python.concrete_constants import ConcreteConstants
 from autopart.tracing.python.eager_semantics import traceable
 from autopart.tracing.trace_model import flatten_call
 from autopart.tracing.with_loss import users_model
@@ -91,7 +92,10 @@ def with_gradients_checked(
     try:
         stands_for = {id(p): without_values(p) for p in (*model.parameters(), *model.buffers())}
         inputs = [without_values(t) for t in traced.call.tensors]
-        with no_autocast(), meta_run(device):
+        known = ConcreteConstants()
+        if traced.value_guards:
+            known.bind(inputs, entry.real)
+        with no_autocast(), meta_run(device, known):
             flat = tree_flatten(_call(entry, stands_for, inputs))[0]
     except Exception as error:  # whatever the model's code makes of tensors without values
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
@@ -172,7 +176,7 @@ def _graph_run(traced: Trace, eager: _GradientRun, device: torch.device, inputs:
     """Run the traced graph on meta tensors, with the dtypes of the graph and the tensors of the eager run."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
-    with no_autocast(), meta_run(device):
+    with no_autocast(), meta_run(device, ConcreteConstants()):
         tensors = {name: without_values(t) for name, t in others.items() if name not in eager.tensors}
         tensors = {name: t.to(dtypes.get(name, t.dtype)) for name, t in (tensors | dict(eager.tensors)).items()}
         nodes = traced.graph.find_nodes(op="placeholder")
@@ -187,10 +191,10 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
     ordered = [n for n in (*traced.parameters, *(f"input {n}" for n in traced.call.names)) if n in (lost or made_up)]
     names = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
     readers = [n for n in traced.graph.nodes if any(source.target == ordered[0] for source in n.all_input_nodes)]
-    what = f"the trace of {name} loses the gradient of {names}"
-    why = "the model gives them a gradient, and its trace does not"
-    if not lost:
-        what = f"the trace of {name} gives a gradient to {names}"
-        why = "the model gives them none"
-    return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
-                      hint="the same computation in plain torch operations, which torch.export records")  # fmt: skip
+    return TraceError(
+        f"the trace of {name} {'loses the gradient of' if lost else 'gives a gradient to'} {names}",
+        refusal=Refusal.GRADIENT,
+        why="the model gives them a gradient, and the trace does not" if lost else "the model gives them no gradient",
+        where=source_text(readers[0]) if readers else "",
+        hint="the same computation in plain torch operations, which torch.export records",
+    )

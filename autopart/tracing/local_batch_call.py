@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from autopart.compat.torch_internals import tree_map
+from autopart.errors import InputError
+from autopart.ir.run.value_guards import ValueGuards
 from autopart.ir.trace import Call
 
 
@@ -38,6 +40,16 @@ def all_ranks_call(arguments: Mapping[str, Any], call: Call, num_data_ranks: int
         return whole.requires_grad_(leaf.requires_grad)
 
     return tree_map(repeated, dict(arguments)) if num_data_ranks > 1 else dict(arguments)
+
+
+def check_global(guards: ValueGuards) -> None:
+    """Raise InputError if the model reads values of inputs, because each data rank has other samples."""
+    for guard in guards:
+        raise InputError(
+            f"the model reads `{guard.text}`, and local_batch=True gives every data rank other samples",
+            why="the value for the global batch sets a size or a branch of the program, and no rank has this batch",
+            where=guard.where, hint="the global batch on every rank (without local_batch); or a fixed size",
+        )  # fmt: skip
 
 
 def _is_rows(tensor: Tensor, rows: int) -> bool:

@@ -17,7 +17,8 @@ from torch import nn
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.with_loss import users_model, users_name
 
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
+_TORCH, _AUTOPART = Path(torch.__file__).parent, Path(__file__).parent.parent
+NOT_THE_USERS = (f"{_TORCH}/", f"{_AUTOPART}/", contextlib.__file__, "<")
 
 
 class LostInTrace(Exception):
@@ -82,9 +83,11 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     text = str(error).strip()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(_OUT_OF_MEMORY, text):
         reason = text.splitlines()[0][:300] if text else "MemoryError"
-        return TraceError(f"there is not enough memory to trace {name}", why=reason, where=where,
-                          hint="an example of fewer rows or a shorter sequence; or free memory: a model on meta has no "
-                          "weights while it is traced")  # fmt: skip
+        return TraceError(
+            f"there is not enough memory to trace {name}", why=reason, where=where,
+            hint="use fewer samples or a shorter sequence in the example, or free memory: a model built on meta "
+            "is traced without weights",
+        )  # fmt: skip
     if "DataDependent" in type(error).__name__ or "data-dependent" in text:
         why = "this line decides what to run by the values in a tensor, which a graph cannot hold" + _from(origin)
         return TraceError(f"{name} cannot be traced", refusal=Refusal.DECISION, why=why, where=where,
@@ -100,11 +103,18 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     first_line = text.splitlines()[0][:300] if text else ""
     why = f"{type(error).__name__}: {first_line}".rstrip(": ")
     if where:
-        what = f"{name} fails in its own forward, or in its trace"
-        hint = "call the model itself with this example; if that works, use plain operations on this line"
-        return TraceError(what, why=why, where=where, hint=hint)
+        return TraceError(
+            f"{name} fails in its own forward, or in its trace", why=why, where=where,
+            hint="call the model itself with this example; if that works, use plain operations on this line",
+        )  # fmt: skip
     hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
     return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
+
+
+def without_values_error(error: TraceError) -> TraceError:
+    """Return an error with the additional hint that inputs on meta have no values to read."""
+    hint = f"an example whose inputs have values, not on meta; or {error.hint}"
+    return TraceError(error.what, refusal=error.refusal, why=error.why, where=error.where, hint=hint)
 
 
 def shape_by_values(model: nn.Module, operator: str, where: str, path: str, origin: str) -> TraceError:

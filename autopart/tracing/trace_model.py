@@ -34,18 +34,17 @@ from autopart.tracing.autograd.tensor_hooks import Rewrites
 from autopart.tracing.autograd.traced_weight_updates import with_weight_updates
 from autopart.tracing.blocks.repeated_blocks import NotARepeat, RepeatedBlocks
 from autopart.tracing.call_signature import PREFIX, ExportEntry, register_dataclasses, tensor_names
-from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import ReadsFloat
 from autopart.tracing.dynamic.random_branches import random_branch_notes, with_random_branches
 from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
 from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
 from autopart.tracing.python.assigned_buffers import again_filled, check_caches, computed
-from autopart.tracing.python.eager_semantics import ambient_autocast, traceable
+from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast, traceable
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH
 from autopart.tracing.python.python_state import check_attributes, check_draws, same_containers
 from autopart.tracing.sparse_buffers import check_layouts
-from autopart.tracing.trace_errors import shape_by_values, trace_error
+from autopart.tracing.trace_errors import shape_by_values, trace_error, without_values_error
 from autopart.tracing.with_loss import WithLoss, check_unwritten, is_of_loss, users_input, users_model, users_name
 
 _NO_CACHE = "use_cache"
@@ -135,23 +134,37 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     if device.type != "meta":
         check_values(call)
     # Two inputs that are one tensor object would be merged into one by torch.export: trace on distinct copies.
-    dtype = ambient_autocast(device.type)
     entry = ExportEntry(model, arguments, call.names, device)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(users_model(model))
     check_layouts(users_model(model), dict(zip(call.names, call.tensors, strict=True)))
+    while True:
+        try:
+            return _traced(model, arguments, written, call, entry, example)
+        except TraceError as error:
+            if not entry.semantics.decisions.specialise(error):
+                raise (
+                    without_values_error(error) if entry.semantics.known.lacks_values else error
+                ) from error.__cause__
+
+
+def _traced(
+    model: nn.Module, arguments: Mapping[str, Any], written: Collection[str], call: Call, entry: ExportEntry,
+    example: Mapping[str, torch.Tensor],
+) -> Trace:  # fmt: skip
     try:
         program = _export(entry, example)
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
         program = _with_draws(entry, example, program)
-        notes = check_attributes(
+        of_numbers = entry.state.pop_symbolic(entry.semantics.known)
+        notes, updates = check_attributes(
             users_model(model), entry.state, program, entry.semantics.known,
             lambda: again_filled(entry.assigned, lambda: _exported(entry, example)),
             computed if entry.assigned.caches else None,
         )  # fmt: skip
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
-        with _quiet(entry.semantics.skipped), keeping_draws():
+        with _quiet(entry.semantics), keeping_draws():
             explicit_writes(program.graph)
             program = functional(program)
     except TraceError:
@@ -170,9 +183,13 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         *[DRAWN_BY_TORCH] * entry.draws_by_torch,
         *entry.semantics.hook_notes,
         *entry.semantics.skipped.notes(),
+        *entry.semantics.decisions.notes(),
     )
     traced = replace(traced, has_random_branches=entry.semantics.chances.count > 0)
-    traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
+    dtype = ambient_autocast(device_of_weights(model).type)
+    autocast = str(dtype).removeprefix("torch.") if dtype is not None else ""
+    traced = replace(traced, notes=notes, autocast=autocast, value_guards=entry.semantics.decisions.guards)
+    traced = replace(traced, attribute_updates={**updates, **of_numbers})
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
     traced = _with_buffers(traced, {*written, *traced.buffer_updates} & frozen)
@@ -250,12 +267,12 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
 
 def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     saved = saved_views() if entry.semantics.differentiates else nullcontext()
-    quiet = _quiet(entry.semantics.skipped)
+    quiet = _quiet(entry.semantics)
     entry.semantics.hooked.clear()
     entry.semantics.spent.clear()
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()
-    traced = traceable(entry, entry.apply_function)
+    traced = traceable(entry, entry.apply_function, entry.semantics.to_list)
     stacks = short_stacks(ExportEntry.forward.__code__)
     containers = same_containers(entry.model)
     with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved, containers:
@@ -319,7 +336,7 @@ def _from_exported(
 
 
 @contextmanager
-def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
+def _quiet(semantics: EagerSemantics) -> Iterator[None]:
     """Run torch.export in a `with` block, without its warnings and the graph that it prints when it fails.
 
     Conditions on data-dependent sizes are decided as in `many_elements`. Data-dependent branches that skip only writes
@@ -327,10 +344,11 @@ def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
+    decided = many_elements(semantics.skipped.answer, semantics.decisions.decide)
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements(skipped.answer):
+        with warnings.catch_warnings(), redirect_stderr(dumped), decided:
             warnings.simplefilter("ignore", FutureWarning)
             yield
         sys.stderr.write(dumped.getvalue())

@@ -94,7 +94,7 @@ def check_criterion(func: Any, tensors: Iterable[Tensor]) -> None:
 def _trained(what: str) -> TraceError:
     return TraceError(
         "loss_fn has parameters of its own: make it a part of the model",
-        why=f"{what}, and pm.parameters() are the model's",
+        why=f"{what}, and pm.parameters() has only the model's parameters",
         hint="a module whose forward returns loss_fn(model(x), target); or loss_fn.requires_grad_(False)",
     )
 

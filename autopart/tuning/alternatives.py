@@ -16,29 +16,29 @@ TELLS = 0.001
 """Differences below this share of the step's time are not mentioned."""
 
 SAME = 1.005
-"""Factor of the best step time above which another is called slower: both times are estimates."""
+"""Step time, as a multiple of the best, from which a configuration is called slower: both times are estimates."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
-    """Return {name: predicate that is True for a matching candidate} of well-known configurations.
+    """Return {name of a well-known configuration: function that returns True for candidates with it}.
 
-    `node`: number of devices in a node.
+    Args:
+        node: number of devices in a node.
     """
     return {
-        "data parallelism alone (DDP)": lambda c: _is(c, "dp") and c.zero == 0,
-        "data parallelism with parameters in parts (ZeRO-3, FSDP)": lambda c: _is(c, "dp") and c.zero == 3,
+        "data parallelism alone (DDP)": lambda c: _has_one_axis(c, "dp") and c.zero == 0,
+        "data parallelism with parameters in parts (ZeRO-3, FSDP)": lambda c: _has_one_axis(c, "dp") and c.zero == 3,
         "tensor parallelism in a node, data parallelism over nodes": lambda c: (
             c.mesh.size("tp") == node and c.mesh.size("pp") == 1
         ),
         "tensor parallelism in a node, 1F1B over nodes (Megatron-LM)": lambda c: (
             c.mesh.size("tp") == node and c.schedule.name == "1f1b" and c.zero == 0
         ),
-        "a pipeline alone": lambda c: _is(c, "pp"),
+        "a pipeline alone": lambda c: _has_one_axis(c, "pp"),
     }
 
 
-def _is(candidate: Candidate, axis: str) -> bool:
-    """Return True if this axis is the only one of the mesh."""
+def _has_one_axis(candidate: Candidate, axis: str) -> bool:
     return candidate.mesh.size(axis) == candidate.mesh.num_ranks > 1
 
 
@@ -56,15 +56,15 @@ def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) 
             continue
         try:
             other = space.simulated(fits[0])
-        except AutopartError:  # too few places to cut
+        except AutopartError:  # too few stage boundaries
             continue
         times = other.step_time_s / best.step_time_s
         longer = f"{times:.2f} x the time" if times >= SAME else "about the same time"
-        yield f"{name} takes {longer}{_on_what(other, best)}: {other}"
+        yield f"{name} takes {longer}{_longer_parts(other, best)}: {other}"
 
 
-def _on_what(other: Candidate, best: Candidate) -> str:
-    """Return, as text, up to two parts of the step that take longer in `other` than in `best`."""
+def _longer_parts(other: Candidate, best: Candidate) -> str:
+    """Format up to two kinds of work that take longer in `other` than in `best`, such as ` (+2 ms idle)`."""
     if other.simulation is None or best.simulation is None:
         return ""
     mine, theirs = best.simulation.parts, other.simulation.parts
@@ -75,7 +75,11 @@ def _on_what(other: Candidate, best: Candidate) -> str:
 
 
 def reasons(candidates: Sequence[Candidate]) -> list[str]:
-    """Return the reason why each candidate is in a Pareto list, which is ordered fastest first."""
+    """Return one text per candidate of a Pareto front of time and memory: why the candidate is listed.
+
+    Args:
+        candidates: the Pareto front, fastest first.
+    """
     if not candidates:
         return []
     lines = ["the fastest that fits"]

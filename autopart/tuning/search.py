@@ -1,8 +1,8 @@
 """Search for a mesh and its options: formulas evaluate all candidates, and the best are simulated.
 
-A copy of the model with few of its repeated blocks is traced once. FLOPs, bytes and memory of its operators are counted
-for each kind of layout (with and without `tp`, sequence parallelism, `cp` and `ep`) and each recomputation mode. From
-these tables of operators, formulas (`cost.formula`) and simulations (`cost.predict.table`) are derived.
+The search traces a copy of the model with few of its repeated blocks once. For each layout kind (with and without
+`tp`, sequence parallelism, `cp` and `ep`) and recomputation mode, it builds a cost table: FLOPs, bytes and memory of
+the operators. Formulas (`cost.formula`) and simulations (`cost.predict.table`) use these tables.
 """
 
 from __future__ import annotations
@@ -61,12 +61,15 @@ RESCHEDULED = 2
 """Number of candidates to simulate under all other schedules, if they have at most `LONGEST` stage forwards."""
 
 ACTIONS = 50_000
-"""Maximum number of stage forwards of the simulated candidates: fewer very deep pipelines are simulated."""
+"""Maximum total of stage forwards of the simulated candidates, so that only a few very deep pipelines are simulated."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh with its options and predicted step. `simulation` is None if only the formula was evaluated."""
+    """A mesh, its options, and the predicted step.
+
+    `simulation` is None if only a formula has predicted the step.
+    """
 
     mesh: Mesh
     schedule: Schedule
@@ -80,7 +83,7 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of `autopart.plan` for this candidate."""
+        """Options with which `autopart.plan` makes the plan of this candidate."""
         asked: dict[str, Any] = {"microbatches": self.schedule.microbatches, "recompute": self.recompute}
         if self.schedule.name is not None:
             asked |= {"schedule": self.schedule.name, "virtual_stages": self.schedule.virtual_stages}
@@ -110,7 +113,7 @@ class Candidate:
         return f"{', '.join(parts)}: {cost}"
 
     def planned(self, plan: Plan) -> Candidate:
-        """Return the candidate with the predicted step and memory of its plan instead of estimates."""
+        """Return a copy of the candidate with the step time and memory of its plan."""
         step = simulate(plan)
         return replace(
             self, step_time_s=step.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=step
@@ -118,9 +121,15 @@ class Candidate:
 
 
 class LayoutKind(NamedTuple):
-    """The kinds of mesh axes for which layouts are chosen: one operator table is counted for each.
+    """Properties of a mesh that decide the layouts of tensors.
 
-    `context`: number of `cp` ranks.
+    The search builds one cost table for each layout kind and recomputation mode.
+
+    Args:
+        tensor: True if `tp` has several ranks.
+        sequence_parallel: True for sequence parallelism over `tp`.
+        context: number of `cp` ranks for which operators are counted: 1, 2 or 8.
+        experts: True if `ep` has several ranks.
     """
 
     tensor: bool
@@ -132,14 +141,15 @@ class LayoutKind(NamedTuple):
     def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
         """Return the layout kind of a mesh.
 
-        With 8 or more `cp` ranks, another attention method can be cheaper.
+        Meshes with 2 to 7 `cp` ranks share a kind, and so do meshes with 8 or more: with 8 ranks, another method of
+        context-parallel attention can become the cheapest.
         """
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
         return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh on which the model's operators are counted for this kind."""
+        """Smallest mesh of this layout kind. The operators of the model are counted on this mesh."""
         sizes = {"cp": self.context, "ep": 1 + self.experts, "tp": 1 + self.tensor}
         return Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or "dp1")
 
@@ -149,12 +159,18 @@ class LayoutKind(NamedTuple):
 
 @dataclass
 class Space:
-    """Search space of a model: operator tables and formulas for one hardware profile and global batch.
+    """Search space of a model: cost tables and formulas for one hardware profile and global batch.
 
-    `rows`: samples of the global batch. `fused`: count the operators between two matrix products or collectives as one
-    kernel. `assumed`: fields of `cost.predict.run_setting.RunSetting` that differ from autopart's runtime
-    (`state_bytes`, `receives_held`, ...). `precision`: compute dtypes. `methods`: gradient synchronization methods to
-    try. `balance`, `sequence_dims`: as `autopart.plan`.
+    Args:
+        rows: samples of the global batch.
+        profile: name of the hardware profile.
+        fused: True to count the operators between two matrix products or collectives as one kernel.
+        assumed: values for fields of `cost.predict.run_setting.RunSetting` that replace those of autopart's runtime,
+            such as `{"state_bytes": 8}`.
+        precision: compute dtype and reduction dtype.
+        methods: `dp_sync` methods to try.
+        balance, sequence_dims: as in `autopart.plan`.
+        tables: the cost tables built so far.
     """
 
     model: nn.Module
@@ -174,12 +190,12 @@ class Space:
     def __post_init__(self) -> None:
         phase("tracing a few of the model's blocks")
         self.hardware = Hardware.load(self.profile)
-        self._call = tree_map(lambda x: _rows_of(x, _given_rows(self.example), TRACED_ROWS), dict(self.example))
+        self._call = tree_map(lambda x: _with_batch_size(x, _batch_size(self.example), TRACED_ROWS), dict(self.example))
         small, like = with_fewest_blocks(self.model)
         try:
             self._traced, self._like = prepare(small, bind_call(small, (), self._call), precision=self.precision), like
             self._blocks: Blocks = {**each_block(self._traced), **like}
-        except Exception:  # whatever a model's own code raises when its blocks are fewer
+        except Exception:  # a model's own code may raise any error if the model has fewer blocks
             self._trace_whole()
 
     def _trace_whole(self) -> None:
@@ -190,7 +206,7 @@ class Space:
         self.tables.clear()
 
     def table(self, kind: LayoutKind, recompute: RecomputeMode) -> Table:
-        """Return the operator table of a layout kind. It is counted on first use."""
+        """Return the cost table for a layout kind and a recomputation mode. Build it on first use."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
@@ -208,10 +224,10 @@ class Space:
         return self.tables[kind, recompute]
 
     def meshes(self, devices: int) -> Iterator[Mesh]:
-        """Yield the meshes of a number of devices that are worth trying.
+        """Yield the meshes of `devices` ranks that the search tries.
 
-        `tp` stays in a node, `dp` and `ep` divide the batch, `ep` divides the experts, and `cp` leaves each rank a
-        sequence of useful length.
+        A node holds all ranks of a `tp` group. `dp` times `ep` divides the batch, and `ep` divides the number of
+        experts. With `cp`, every rank has at least `SHORTEST` tokens of a sequence.
         """
         for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
             for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
@@ -237,7 +253,7 @@ class Space:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Number of repeated blocks, which is also the largest number of stages that is tried."""
+        """Number of repeated blocks. The search tries at most as many pipeline stages."""
         return max([len(like) for like in self._like.values()], default=4)
 
     def settings(self, devices: int) -> Iterator[tuple[Mesh, Schedule]]:
@@ -256,10 +272,9 @@ class Space:
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
 
     def sweep(self, devices: int) -> list[Candidate]:
-        """Evaluate every candidate by the formulas. Return the candidates, fastest first.
+        """Evaluate all candidates with the formulas, and return them, fastest first.
 
-        Schedules are 1F1B and interleaved 1F1B, or GPipe if there are too few microbatches. `rescheduled` tries all
-        others.
+        Pipelines run 1F1B or interleaved 1F1B. Other schedules are tried later, by `rescheduled`.
         """
         if devices in self._sweeps:
             return self._sweeps[devices]
@@ -289,17 +304,20 @@ class Space:
         for (recompute, zero), times, sizes in zip(variants, numbers[::2], numbers[1::2], strict=True):
             for (mesh, schedule), time_s, size in zip(settings, times, sizes, strict=True):
                 if zero == 0 or mesh.storing_axis is not None:
-                    uneven = self._uneven(mesh.size("pp") * schedule.virtual_stages)
+                    uneven = self._imbalance(mesh.size("pp") * schedule.virtual_stages)
                     figures = float(time_s) * uneven, float(size) * uneven
                     yield Candidate(mesh, schedule, kind.sequence_parallel, recompute, zero, *figures)
 
-    def _uneven(self, num_stages: int) -> float:
-        """Return the largest stage's load over the mean, if stages begin only at blocks or half blocks."""
+    def _imbalance(self, num_stages: int) -> float:
+        """Return the load of the most loaded stage divided by the mean load.
+
+        Stages are assumed to begin only at a block or in the middle of a block.
+        """
         halves = 2 * self.num_blocks
         return num_stages * math.ceil(halves / num_stages) / halves if num_stages > 1 else 1.0
 
     def simulated(self, candidate: Candidate) -> Candidate:
-        """Simulate a candidate. Return it with its step time, memory and simulation."""
+        """Simulate a candidate, and return a copy with the simulation, its step time and its memory."""
         table = self.table(LayoutKind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
         setting = RunSetting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
                           **self.assumed)  # fmt: skip
@@ -308,7 +326,7 @@ class Space:
         return replace(candidate, step_time_s=step.step_time_s, memory_bytes=fullest_bytes, simulation=step)
 
     def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield a candidate, simulated, under every other schedule that its mesh and microbatches allow."""
+        """Simulate a candidate under all other schedules that its mesh and microbatches allow."""
         pp, microbatches = candidate.mesh.size("pp"), candidate.schedule.microbatches
         for name in FLUSHING if pp > 1 else ():
             for virtual in VIRTUAL_STAGES:
@@ -318,22 +336,22 @@ class Space:
                     phase(f"simulating {candidate.mesh} with {name}")
                     try:
                         yield self.simulated(replace(candidate, schedule=schedule))
-                    except AutopartError:  # too few places to cut
+                    except AutopartError:  # too few stage boundaries
                         continue
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield a candidate, simulated, with every applicable `dp_sync` method.
+        """Simulate a candidate with each `dp_sync` method that its ZeRO stage allows.
 
-        Methods that average models need `zero=0`. Methods that compress gradients need `zero=0` or 1.
+        Methods that average models need `zero=0`. Methods that compress gradients need `zero=0` or `zero=1`.
         """
         for method in self.methods if candidate.mesh.along("rows") else ():
             if candidate.zero == 0 or (candidate.zero == 1 and not method.changes_models):
                 yield self.simulated(replace(candidate, dp_sync=method))
 
     def best(self, devices: int, memory: float) -> list[Candidate]:
-        """Return the simulated candidates that fit into memory and are on the Pareto front of time and memory.
+        """Return the Pareto front of time and memory of the simulated candidates that fit into memory.
 
-        The fastest comes first. Raises MemoryLimitError if none fits.
+        The fastest candidate comes first. Raises MemoryLimitError if no candidate fits.
         """
         swept = self.sweep(devices)
         able = [candidate for candidate in swept if candidate.memory_bytes <= memory]
@@ -349,7 +367,7 @@ class Space:
             phase(f"simulating {number + 1}: {candidate.mesh}, {candidate.schedule.microbatches} microbatches")
             try:
                 simulated = self.simulated(candidate)
-            except AutopartError:  # too few places to cut
+            except AutopartError:  # too few stage boundaries
                 continue
             if simulated.memory_bytes <= memory:
                 within.append(simulated)
@@ -361,9 +379,9 @@ class Space:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
                 f"no configuration for {devices} devices fits into {quantity(memory, 'B')}",
-                why=f"the smallest is {least}" if least else f"{self.rows} rows cannot be split evenly on any mesh",
+                why=f"the smallest is {least}" if least else f"{self.rows} samples cannot be split evenly on any mesh",
                 hint="more devices, or a smaller batch",
-            )  # fmt: skip
+            )
         return _pareto(within)
 
 
@@ -378,7 +396,7 @@ def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates for which no other candidate is both faster and smaller, fastest first."""
+    """Return the Pareto front, fastest first: each candidate needs less memory than all faster candidates."""
     front: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.memory_bytes)):
         if not front or candidate.memory_bytes < front[-1].memory_bytes:
@@ -399,24 +417,25 @@ def search(
 ) -> list[Plan]:
     """Find the best plans for a number of devices: the Pareto front of time and memory, fastest first.
 
-    Closed formulas evaluate every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO level.
-    The best are split into stages and simulated, also under the other schedules. The first `count` of them are planned
-    in full.
+    Closed formulas evaluate every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO stage.
+    The best candidates are split into stages and simulated, also under the other schedules. The first `count` of them
+    become complete plans.
 
     Args:
-        model: possibly on `meta`.
-        devices: ranks, in nodes of the hardware's size.
-        global_batch: samples of a step. None: those of the example.
-        example_kwargs: a call of the model with any batch size. None: tokens, for language models of transformers.
-        count: number of plans to make.
-        dp_sync: `dp_sync` methods to try, `["powersgd:4", "local:8"]`, as in `plan`. They change what the model learns,
-            which is not predicted, so no others are tried.
+        model: may be on `meta`.
+        devices: number of ranks. The hardware profile has the number of ranks per node.
+        global_batch: samples per step. None: the batch size of the example.
+        example_kwargs: keyword arguments of a call of the model, with any batch size. None: generated token ids, for
+            language models of transformers.
+        count: number of plans to return.
+        dp_sync: `dp_sync` methods to try in addition to all-reduce, such as `["powersgd:4", "local:8"]`. Methods change
+            convergence, which is not predicted, so the search tries only those that you list.
         **options: `SearchOptions`.
     Returns:
-        Plans in the order of their simulated steps. The last note of each says what is predicted and why it is listed.
-        The notes before it, of the fastest, say why well-known configurations are slower.
+        Plans, fastest simulated step first. The last note of each plan has its prediction, and the reason why it is
+        listed. Other notes of the fastest plan say why well-known configurations are slower.
     Raises:
-        MemoryLimitError if nothing fits, OptionError for invalid numbers, InputError without an example.
+        MemoryLimitError if no plan fits, OptionError for invalid numbers, InputError without an example.
 
     Example:
         >>> plans = autopart.search(model, 64, hardware="a100-80gb-sxm", global_batch=512)    # doctest: +SKIP
@@ -431,13 +450,13 @@ def search(
     space.sequence_dims = asked.sequence_dims
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     candidates = space.best(devices, limit)
-    rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
+    rows = tree_map(lambda x: _with_batch_size(x, _batch_size(space.example), space.rows), dict(space.example))
     traced = prepare(model, bind_call(model, (), rows), precision=precision)
     phase("planning the best")
     best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
-            f"no plan found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
+            f"no plan found for {devices} devices fits into {quantity(limit, 'B')} by its exact memory",
             why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
@@ -449,7 +468,12 @@ def search(
 
 
 class _Planned(NamedTuple):
-    """A candidate with the figures of its plan, and the candidate before planning, with estimates."""
+    """A candidate with its plan.
+
+    Args:
+        candidate: the candidate with the step time and memory of its plan.
+        estimated: the candidate as it was before planning.
+    """
 
     candidate: Candidate
     estimated: Candidate
@@ -459,14 +483,14 @@ class _Planned(NamedTuple):
 def _planned(
     model: nn.Module, traced: Trace, candidates: Sequence[Candidate], options: Options, limit: float, count: int
 ) -> list[_Planned]:
-    """Return the first `count` candidates whose plans fit, ordered by the step times of their plans."""
+    """Plan candidates until `count` plans fit into memory and are on the Pareto front. Fastest first."""
     best: list[_Planned] = []
     for estimated in candidates:
         if len(best) == count:
             break
         try:
             plan = make_plan(model, traced, estimated.mesh, replace(options, **estimated.options))
-        except AutopartError:  # formulas do not see sizes that do not divide
+        except AutopartError:  # such as sizes that do not divide evenly, which the formulas ignore
             continue
         if max(row["total"] for row in plan.memory) <= limit:
             best.append(_Planned(estimated.planned(plan), estimated, plan))
@@ -479,16 +503,19 @@ def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
     precision: Precision | None = None, methods: Sequence[SyncOption] = (), balance: float = 1.0,
 ) -> Space:  # fmt: skip
-    """Return the search space that `search` uses for these arguments. Raises the errors of `search`."""
+    """Return the search space that `search` uses for these arguments.
+
+    Raises the errors that `search` raises for invalid arguments.
+    """
     example = example_kwargs if example_kwargs is not None else example_of(model)
-    example_rows = _given_rows(example)
+    example_rows = _batch_size(example)
     rows = global_batch if global_batch is not None else example_rows
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-        raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it must be an integer from 1")
+        raise OptionError(f"global_batch={rows!r} is not a number of samples", why="it must be an integer from 1")
     return Space(model, example, rows, hardware, precision=precision, methods=methods, balance=balance)
 
 
-def _given_rows(example: Mapping[str, Any]) -> int:
+def _batch_size(example: Mapping[str, Any]) -> int:
     """Return the batch size of an example call: the most frequent first dim of its tensors.
 
     Raises InputError if no tensor has dims.
@@ -499,8 +526,8 @@ def _given_rows(example: Mapping[str, Any]) -> int:
     return max(sizes, key=sizes.count)
 
 
-def _rows_of(x: Any, rows: int, wanted: int) -> Any:
-    """Change the batch size of a tensor. Added samples repeat the first one."""
+def _with_batch_size(x: Any, rows: int, wanted: int) -> Any:
+    """Cut or extend the batch dim of a tensor to `wanted` samples. Added samples repeat the first sample."""
     if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
         return x
     return x[:wanted] if rows >= wanted else x[:1].expand(wanted, *x.shape[1:]).contiguous()

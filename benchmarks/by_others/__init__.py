@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from by_others import idioms, language, python_idioms, science, tables, vision
+from by_others import idioms, language, python_idioms, science, tables, unseen, vision
 from by_others.case import Case
 from by_others.torchvision_operators import import_torchvision
 
@@ -20,6 +20,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     **language.MODELS,
     **tables.MODELS,
     **science.MODELS,
+    **unseen.MODELS,
 }
 
 

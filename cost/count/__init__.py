@@ -1,1 +1,1 @@
-"""Counts of FLOPs, bytes and collectives in the per-rank graphs of a program, for cost predictions."""
+"""Counts of the FLOPs, bytes and collectives of per-rank graphs, for cost predictions."""

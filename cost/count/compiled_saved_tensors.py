@@ -1,16 +1,19 @@
-"""Saved tensors of a compiled stage, and the values that its kernels materialise.
+"""Tensors that a compiled stage saves for backward, and values that its kernels materialise.
 
-`torch.compile` does not save what autograd would. Its backward kernels recompute everything that they can fuse. Of
-all sets of values from which fusible operators alone can compute what the backward reads, it saves the one with the
-fewest bytes. This set is a minimum cut (recomputation: Chen et al. 2016, arXiv:1604.06174; as a cut: torch's own
-`min_cut_rematerialization_partition`, whose rules are below).
+`torch.compile` saves other tensors than eager autograd, because its backward recomputes values in fused kernels. It
+saves the fewest bytes from which fusible operators can compute all tensors that the backward reads. These tensors are
+a minimum cut of the graph (Chen et al. 2016, arXiv:1604.06174; torch's `min_cut_rematerialization_partition`).
 
-The backward never recomputes matrix products, attention, collectives, random ops, tensors that the backward of an
-operator that cannot be fused reads, and reductions to less than a quarter of their input. A value that is fused with
-its users is not materialised, and neither is its gradient.
+As in torch, the backward does not recompute:
 
-Operators that are never recomputed divide a graph into small components. Components of repeated blocks are identical,
-so each is solved once.
+- matrix products, attention, collectives and random operators
+- outputs with less than a quarter of the bytes of their operator's inputs
+- tensors that the backward of an unfusible operator reads
+
+A value that is fused into all its users is not materialised, and neither is its gradient.
+
+Operators that are never recomputed divide a graph into small components. Repeated blocks have identical components,
+and the cut of identical components is computed once.
 """
 
 from __future__ import annotations
@@ -55,10 +58,10 @@ recomputed."""
 
 
 def with_compiled(walk: Liveness) -> Liveness:
-    """Return a stage's liveness analysis, with the analysis of its compiled graph in the field `compiled`.
+    """Return a stage's liveness analysis with the analysis of its compiled graph in `compiled`.
 
-    In the compiled analysis, an operator's saved tensors (`keeps`, `others`) are those that its compiled backward
-    reads or recomputes from. Values that are not materialised have 0 bytes.
+    In the result, an operator's saved tensors (`keeps`, `others`) are all tensors that its compiled backward needs,
+    including those from which it recomputes values. Values that are not materialised have 0 bytes.
     """
     return replace(walk, compiled=_Compiled(walk).walk())
 
@@ -83,7 +86,7 @@ class _Compiled:
         self.apart = {node: _ExtraSaved(size) for node, size in eager.others.items()}
         self.in_backward = self._in_backward()
         self.signs_of = self._signs()
-        self.far = self._used_far_apart()
+        self.far = self._reused_values()
         self.forced = self._forced()
         self.kept = self._kept()
 
@@ -99,7 +102,7 @@ class _Compiled:
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
 
     def _in_backward(self) -> dict[fx.Node, list[Piece]]:
-        """Return {operator: buffers that its backward uses}, without parameters and gathered weights."""
+        """Return {operator: buffers that its backward reads}, without parameters and gathered weights."""
         reads: dict[fx.Node, list[Piece]] = {}
         for node in self.calls:
             if node in self.alive:
@@ -108,10 +111,10 @@ class _Compiled:
         return reads
 
     def _signs(self) -> dict[_ExtraSaved, list[MemoryBuffer]]:
-        """Replace saved values by a sign buffer if an operator's backward needs only their sign.
+        """Replace saved values by a sign buffer if an operator's backward needs only their signs.
 
-        A sign buffer has a byte per element. Returns {sign buffer: the buffers it replaces}, and replaces them in
-        `in_backward`.
+        A sign buffer has one byte per element. It takes the place of the values in `in_backward`. Returns {sign buffer:
+        the buffers that it replaces}.
         """
         signs: dict[_ExtraSaved, list[MemoryBuffer]] = {}
         for node, read in self.in_backward.items():
@@ -122,28 +125,28 @@ class _Compiled:
                 self.apart[node], self.in_backward[node], signs[apart] = apart, [apart], numbers
         return signs
 
-    def _used_far_apart(self) -> dict[MemoryBuffer, bool]:
-        """Find values that are used both before and after an operator that cannot be fused.
+    def _reused_values(self) -> dict[MemoryBuffer, bool]:
+        """Find values that a fusible operator reads again after an unfusible operator.
 
-        Returns {buffer: False} for these values, and {buffer: True} for the outputs of fusible operators that use
-        them after that operator.
+        Returns {buffer: False} for each such value, and {buffer: True} for the outputs of the operators that read it
+        again. The backward never recomputes these outputs.
         """
         far: dict[MemoryBuffer, bool] = {}
         for memory, users in self.users.items():
             if len(users) < 2 or not isinstance(memory, MemoryBuffer):
                 continue
-            first = self._first_apart(users)
+            first = self._first_unfusible(users)
             behind = [node for node in users if self.order[node] > first and self.joined(node)]
             if behind:
                 far.setdefault(memory, False)
                 far |= {made: True for node in behind for made in self.made[node]}
         return far
 
-    def _first_apart(self, users: Sequence[fx.Node]) -> int:
-        """Return the index of the first operator that cannot be fused with the users of a value.
+    def _first_unfusible(self, users: Sequence[fx.Node]) -> int:
+        """Return the index of the first unfusible operator among `users` and their dependents.
 
-        The search follows the users' outputs up to the last user. If all operators can be fused, it returns the index
-        of the last user.
+        Dependents are operators that read the output of a user or of another dependent. Those after the last user are
+        not searched. If there is no unfusible operator, returns the index of the last user.
         """
         last = max(self.order[node] for node in users)
         queue, seen = [self.order[node] for node in users], set(users)
@@ -175,7 +178,10 @@ class _Compiled:
         return forced
 
     def _sources(self) -> dict[Piece, list[MemoryBuffer]]:
-        """Return {buffer: the buffers from which it is computed}, without parameters and gathered weights."""
+        """Return {buffer: the buffers from which its operator computes it}.
+
+        Parameters and gathered weights are left out.
+        """
         sources: dict[Piece, list[MemoryBuffer]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
@@ -183,27 +189,29 @@ class _Compiled:
         return sources | self.signs_of
 
     def _kept(self) -> set[Piece]:
-        """Return the buffers to save for backward: the minimum cut, and the inputs of recomputed regions."""
+        """Return the buffers to save for backward: the minimum cut, and the inputs of checkpointed regions."""
         regions = self.eager.regions(self.alive)
         kept: set[Piece] = {m for nodes in regions.values() for m in self.eager.read_by(nodes)}
         self.entering = set(kept)
         reads = {piece for pieces in self.in_backward.values() for piece in pieces}
         self.sources = self._sources()
         edges = {piece: None if piece in self.forced else read for piece, read in self.sources.items()}
-        away = self._away(reads)
+        away = self._distances(reads)
         weights = {
-            piece: piece.size_bytes * FARTHER ** min(away.get(piece, 100), 100) * (1 if self._is_apart(piece) else 2)
+            piece: piece.size_bytes
+            * FARTHER ** min(away.get(piece, 100), 100)
+            * (1 if self._is_materialised(piece) else 2)
             for piece in edges
         }
-        for part in _parts(edges):
+        for part in _components(edges):
             if not reads.isdisjoint(part):
                 kept |= _component_cut(part, edges, weights, reads)
         return kept
 
-    def _away(self, reads: set[Piece]) -> dict[Piece, int]:
-        """Return {buffer: its distance from the backward, in operators}.
+    def _distances(self, reads: set[Piece]) -> dict[Piece, int]:
+        """Return {buffer: its distance to the backward, counted in operators}.
 
-        Buffers that the backward uses have distance 1.
+        The buffers in `reads`, which the backward reads directly, have distance 1.
         """
         away: dict[Piece, int] = dict.fromkeys(reads, 1)
         for node in reversed(self.calls):
@@ -212,14 +220,14 @@ class _Compiled:
                 away[memory] = min(away.get(memory, 100), nearest + 1)
         return away
 
-    def _is_apart(self, piece: Piece) -> bool:
+    def _is_materialised(self, piece: Piece) -> bool:
         """Return True if a value must be materialised: it has no user, or a user that cannot be fused."""
         return isinstance(piece, MemoryBuffer) and not (
             self.users.get(piece) and all(map(self.joined, self.users[piece]))
         )
 
     def _needs(self) -> dict[Piece, dict[Piece, None]]:
-        """Return {buffer: the saved buffers from which the backward obtains it}."""
+        """Return {buffer: saved buffers from which the backward computes it}. A saved buffer maps to itself."""
         needs: dict[Piece, dict[Piece, None]] = {}
         for piece, sources in self.sources.items():
             if piece in self.kept:
@@ -231,7 +239,7 @@ class _Compiled:
         return needs
 
     def walk(self) -> Liveness:
-        eager, left_out = self.eager, self._left_out()
+        eager, left_out = self.eager, self._replacements()
         values = {node: _with(value, left_out) for node, value in eager.values.items()}
         needs = self._needs()
         keeps, others = dict[fx.Node, list[MemoryBuffer]](), dict[fx.Node, int]()
@@ -247,18 +255,18 @@ class _Compiled:
         keeps = {node: [left_out.get(memory, memory) for memory in kept] for node, kept in keeps.items()}
         return replace(eager, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
 
-    def _left_out(self) -> dict[MemoryBuffer, MemoryBuffer]:
-        """Return {buffer: its replacement} for buffers that differ between eager and compiled mode.
+    def _replacements(self) -> dict[MemoryBuffer, MemoryBuffer]:
+        """Return {buffer of the eager graph: the buffer that takes its place in the compiled graph}.
 
-        A buffer that is not materialised maps to a copy with 0 bytes. A cast weight that is saved maps to a copy that
-        the backward does not cast again.
+        A buffer that is not materialised is replaced by one of 0 bytes. A cast weight that is saved is replaced by a
+        buffer that the backward does not cast again.
         """
         outputs = (self.eager.values[node] for node in self.eager.outputs if isinstance(node, fx.Node))
         sent = {memory for output in outputs for memory in memories(output)}
         made = {memory for node in self.calls if self.joined(node) for memory in self.made[node]}
         there = sent | self.kept | self.entering | set(self.far)
         casts = {memory for memory in made & self.kept if memory.again}
-        nowhere = {m for m in made - there if self.users.get(m) and not self._is_apart(m)}
+        nowhere = {m for m in made - there if self.users.get(m) and not self._is_materialised(m)}
         changed = {memory: replace(memory, again=False) for memory in casts}
         return changed | {memory: replace(memory, size_bytes=0, again=False) for memory in nowhere}
 
@@ -273,7 +281,7 @@ def _with(value: Any, others: dict[MemoryBuffer, MemoryBuffer]) -> Any:
     return replace(value, memory=others.get(value.memory, value.memory)) if isinstance(value, LocalValue) else value
 
 
-def _parts(edges: Edges) -> Iterable[list[Piece]]:
+def _components(edges: Edges) -> Iterable[list[Piece]]:
     """Return the connected components of the graph of buffers, each in program order."""
     graph: nx.Graph[Piece] = nx.Graph()
     for piece, sources in edges.items():
@@ -284,12 +292,13 @@ def _parts(edges: Edges) -> Iterable[list[Piece]]:
 
 
 def _component_cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, float], reads: set[Piece]) -> set[Piece]:
-    """Return the buffers to save, among the buffers of one connected component.
+    """Return the buffers to save among the buffers of one connected component.
 
     Args:
         part: the buffers of the component, in program order.
+        edges: {buffer: buffers from which it is computed}.
         weights: {buffer: cost of saving it}.
-        reads: the buffers that the backward uses.
+        reads: the buffers that the backward reads.
     """
     number = {piece: i for i, piece in enumerate(part)}
     component = []
@@ -302,11 +311,11 @@ def _component_cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, flo
 
 @lru_cache(MAX_CACHED_SIGNATURES)
 def _minimum_cut(component: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
-    """Return the indices of the buffers to save in one connected component (the minimum cut).
+    """Return the indices of the buffers to save in one connected component.
 
     Args:
-        component: for each buffer, a tuple: indices of the buffers from which it is computed (None if it is never
-            recomputed), cost of saving it, and True if the backward uses it.
+        component: a tuple for each buffer: (indices of the buffers from which it is computed, cost of saving it, True
+            if the backward reads it). The indices are None for a buffer that is never recomputed.
     """
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
     for i, (sources, weight, is_read) in enumerate(component):

@@ -1,4 +1,4 @@
-"""Bytes of parameters on a rank, and bytes that data-parallel ranks exchange for their gradients."""
+"""Bytes of parameters on a rank, and bytes that data-parallel ranks exchange to synchronize gradients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from autopart.ir.trace import Trace
 
 
 def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
-    """Return the dtype in which the gradient of a parameter is reduced. `stored` is the parameter's dtype."""
+    """Return the dtype in which gradients of parameters with dtype `stored` are reduced."""
     reduce = program.reduce_dtype
     return reduce if reduce is not None and stored.is_floating_point else stored
 
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
-    """Group parameters by the `dp_sync` method that replaces the gradient all-reduce, and add up bytes.
+    """Return the bytes of a rank's parameters for each `dp_sync` method that replaces the all-reduce.
 
-    Bytes are per rank. Parameters whose gradients are all-reduced are left out.
+    Parameters whose gradients are all-reduced are left out.
     """
     rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:

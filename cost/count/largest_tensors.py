@@ -25,7 +25,7 @@ def largest_tensors(
 
     Args:
         walks: liveness analysis of every stage.
-        rank: memory of the rank, with its stages.
+        rank: memory of the rank, with the stages that it runs.
     """
     sizes: dict[str, int] = defaultdict(int)
     trained = {str(node.target) for walk in walks for node in walk.reached() if node.op == "get_attr"}

@@ -5,10 +5,10 @@
 Rules for gradients:
 
 - The gradient of a view is a view of the gradient. The gradient of a sum's operand is the sum's gradient, expanded.
-- If a value has a second gradient, the two are added out of place, after the operator that produced the second one
-  has run. Operators that overwrite their inputs add in place.
-- A parameter's gradient stays allocated in the first backward of a step. Later backwards add to it in place, once
-  their own gradient is complete.
+- If two operators give gradients to a value, the gradients are added out of place, after the backward of the second
+  operator. Operators that overwrite their inputs add in place.
+- A parameter's gradient stays allocated after the first backward of a step. Later backwards add their complete
+  gradient to it in place.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Backward(NamedTuple):
     """Buffers that the backward of one operator allocates and frees.
 
     Args:
-        rerun: operators that are recomputed right before it.
-        made: buffers whose gradient is allocated.
-        further: values that receive a second or later gradient, which is added to the earlier ones.
-        done: buffers whose gradient is freed.
-        whole: {parameter whose gradient is now complete: its buffer, or None if its gradient is a view of another}.
+        rerun: operators that are recomputed right before this backward.
+        made: buffers whose gradients it allocates.
+        further: values that already have a gradient, to which this backward adds another.
+        done: buffers whose gradients it frees.
+        whole: {parameter whose gradient this backward completes: its buffer}. The buffer is None if the gradient is a
+            view of another gradient.
     """
 
     node: fx.Node
@@ -106,5 +107,5 @@ def backward_steps(walk: Liveness, alive: Set[fx.Node]) -> Iterator[Backward]:
 
 
 def _key(node: fx.Node) -> Any:
-    """Return a key of a value: the parameter's name for a node that reads a parameter, else the node."""
+    """Return the key of a value: the name of a parameter, or the node of any other value."""
     return str(node.target) if node.op == "get_attr" else node

@@ -1,7 +1,7 @@
 """Kernels and collectives of every operator of a stage for one microbatch, counted from local shapes.
 
 The FLOPs of a matrix product are those that torch counts for the local shapes. All other operators are counted by
-their memory traffic. Views allocate nothing and cost nothing.
+their memory traffic. The forward of a view allocates nothing and costs nothing.
 
 The gradient of each operand of a matrix product costs as much as the product. Fused attention recomputes its scores
 (Dao et al. 2022, arXiv:2205.14135, section 3.1): five products in backward, two in forward. The backward of all other
@@ -57,14 +57,13 @@ class OperatorWork(NamedTuple):
 
 
 def counted(trace: Trace, program: Program, walks: Sequence[Liveness], fused: bool = False) -> list[list[OperatorWork]]:
-    """Return, for every stage, the work of its operators in program order.
-
-    The work is that of one microbatch on the stage's first rank.
+    """Return a list per stage: the work of each operator for one microbatch, on the stage's first rank.
 
     Args:
-        fused: True to count everything between two products or collectives as one kernel, as a compiler emits it (or
-            Megatron's fused kernels: Narayanan et al. 2021, section 4.2). The kernel reads its inputs and writes its
-            outputs, each buffer once. The last operator of the chain has the work of the chain.
+        walks: liveness analysis of every stage.
+        fused: True to count the operators between two matrix products or collectives as one kernel, as compilers and
+            Megatron (Narayanan et al. 2021, section 4.2) fuse them. The kernel reads each input once and writes each
+            output once. Its work counts at the last of its operators.
     """
     growth = ScalingExponents(trace, program)
     known: dict[Any, OperatorWork] = {}
@@ -76,7 +75,7 @@ class _Counter:
     """Counter of the kernels and collectives of one stage.
 
     Args:
-        known: {call signature: work}, a cache with which repeated blocks are counted once.
+        known: {call signature: work}, a cache, so that equal operators of repeated blocks are counted once.
         fuses: True if pointwise operators are fused.
     """
 
@@ -98,7 +97,7 @@ class _Counter:
             trained = [n for n in node.all_input_nodes if n.op == "get_attr" and n in self.alive and n not in added]
             added.update(trained)
             sums = tuple(Work("other", self.size(weight) * _SUMMED, in_place=True) for weight in trained)
-            joined, to_weights = self._joined(node, read), node in self.weights
+            joined, to_weights = self._gradient_additions(node, read), node in self.weights
             operators.append(one._replace(
                 input_backward=one.input_backward + joined * (not to_weights),
                 weight_backward=one.weight_backward + joined * to_weights,
@@ -106,11 +105,14 @@ class _Counter:
             ))  # fmt: skip
         return operators
 
-    def _joined(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
-        """Return the additions of gradients for inputs of a node that earlier nodes use too.
+    def _gradient_additions(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
+        """Return the kernels that add gradients of values that several nodes use.
 
-        Adds this node's inputs to `read`, the inputs of earlier nodes. A compiler fuses the additions, so they count
-        only in eager mode.
+        An addition counts at each node whose input an earlier node uses too. A compiler fuses the additions, so they
+        count only in eager mode.
+
+        Args:
+            read: values that earlier nodes use. The inputs of this node are added.
         """
         if self.fuses or node not in self.alive:
             return ()
@@ -124,7 +126,7 @@ class _Counter:
         return tuple(works)
 
     def fused(self, operators: Sequence[OperatorWork]) -> list[OperatorWork]:
-        """Replace every chain of operators that cost only memory traffic by one kernel."""
+        """Replace every chain of consecutive operators without matrix products and collectives by one kernel."""
         fused, chain = [], list[OperatorWork]()
         ends: tuple[OperatorWork | None, ...] = (*operators, None)
         for one in ends:
@@ -218,7 +220,7 @@ class _Counter:
         counted = Size.of(float(flops), self.growth.of_product(node))
         one = Work("attention", traffic, counted, dtype, depth=self._width(query))
         if cost_notes(node).counts_attended:
-            one = self._of_seen(one, node, int(node.args[5]))
+            one = self._as_causal(one, node, int(node.args[5]))
         sent = Work("send", moving, axis=axis, times=ranks - 1.0)
         if node not in self.alive:
             return OperatorWork(node, (one, sent))
@@ -226,7 +228,7 @@ class _Counter:
         return OperatorWork(node, (one, sent), (one._replace(times=2.5), back))
 
     def _on_all_ranks(self, shard: Size, axis: str) -> Size:
-        """Return the bytes of a value over all ranks of an axis, from the bytes of one rank's shard."""
+        """Return the total bytes of the shards of a value on all ranks of an axis."""
         mesh = self.walk.program.mesh
         cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) in mesh_axes_of(axis)}
         return Size(tuple((powers._replace(**cut), value * mesh.size(axis)) for powers, value in shard.terms))
@@ -238,7 +240,7 @@ class _Counter:
     def _call(self, node: fx.Node, read: Sequence[Any], of_weights: Sequence[bool]) -> OperatorWork:
         written, alive = self._made(node), node in self.alive
         if not written.terms:
-            back = () if self.fuses or not alive else self._of_view(node)
+            back = () if self.fuses or not alive else self._view_backward(node)
             return OperatorWork(node, (), (), back) if node in self.weights else OperatorWork(node, (), back)
         sizes = [self.size(n) for n in tensor_inputs(node)]
         flops = _flops(node)
@@ -257,19 +259,22 @@ class _Counter:
             else OperatorWork(node, forward, backward)
         )
 
-    def _backward(self, node: fx.Node, written: Size, kept: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
-        """Return the kernels of the backward of an operator without matrix products.
+    def _backward(self, node: fx.Node, written: Size, saved: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
+        """Return the backward kernels of an operator without matrix products.
 
-        The arguments are bytes: of the output, of saved inputs and outputs, and of the gradient of each input.
+        Args:
+            written: bytes of the output.
+            saved: bytes of the inputs and outputs that are saved for backward.
+            grads: bytes of the gradient of each input.
         """
         notes = cost_notes(node)
         if self.fuses or not notes.is_arithmetic:
-            return (Work("other", Size.sum((written, kept, *grads))),)
+            return (Work("other", Size.sum((written, saved, *grads))),)
         small = [size for size in grads if size.value < written.value]
         works = [Work("other", written + size) for size in small]  # reduced over the broadcast dims
         if notes.gradients == "handed on":
             return tuple(works)
-        return (*works, Work("other", written * 2.0 + kept * (1 / len(grads)), times=float(len(grads)),
+        return (*works, Work("other", written * 2.0 + saved * (1 / len(grads)), times=float(len(grads)),
                              in_order=self._in_order(node)))  # fmt: skip
 
     def _in_order(self, node: fx.Node) -> bool:
@@ -281,11 +286,11 @@ class _Counter:
         forms = [one.form for one in (out, *read) if isinstance(one, LocalValue)]
         return all(form.shape == out.form.shape and form.is_contiguous for form in forms)
 
-    def _of_view(self, node: fx.Node) -> tuple[Work, ...]:
-        """Return the kernels of the backward of an operator that allocates no memory.
+    def _view_backward(self, node: fx.Node) -> tuple[Work, ...]:
+        """Return the backward kernels of a view operator.
 
-        The backward of a slice writes zeros and the slice's gradient. The backward of a split concatenates gradients.
-        The backward of an expand sums over the expanded dims.
+        The gradient of a slice is copied into zeros. The gradients of a split are concatenated. The gradient of an
+        expand is reduced over the expanded dims. Other views have no backward kernel.
         """
         gradients, (source, *_) = cost_notes(node).gradients, tensor_inputs(node)
         if gradients == "part":
@@ -312,7 +317,7 @@ class _Counter:
             causal = self._queries(node) if notes.is_causal else NOTHING
             one = Work(notes.kind, traffic, counted, dtype, depth=self._width(tensor_inputs(node)[0]), causal=causal)
             if notes.counts_attended:
-                one = self._of_seen(one, node, self.walk.values[tensor_inputs(node)[1]].form.shape[-2])
+                one = self._as_causal(one, node, self.walk.values[tensor_inputs(node)[1]].form.shape[-2])
             back = (one._replace(times=notes.backward_work),) * (node in self.alive)
             return OperatorWork(node, (one,), (), back) if node in self.weights else OperatorWork(node, (one,), back)
         odd = unaligned(map(self._row, (node, *tensor_inputs(node)))) if widest.itemsize == 2 else 0
@@ -342,11 +347,11 @@ class _Counter:
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
 
-    def _of_seen(self, work: Work, node: fx.Node, keys: int) -> Work:
-        """Convert attention work that counts only attended keys to causal attention work over all keys.
+    def _as_causal(self, work: Work, node: fx.Node, keys: int) -> Work:
+        """Convert attention work whose FLOPs count only attended keys to work of causal attention.
 
-        Causal attention attends half of the keys, so the FLOPs are doubled. Kernels also compute masked keys in
-        blocks that are partly masked. This excess is then predicted as for causal attention.
+        The FLOPs of causal attention count all keys, of which half are masked, so the FLOPs are doubled. The prediction
+        of causal attention then halves them again and adds the masked keys in blocks that are only partly masked.
 
         Args:
             keys: number of all keys.
@@ -357,10 +362,10 @@ class _Counter:
     def _depth(self, product: fx.Node, flops: Size) -> Size:
         """Return the inner dim of a matrix product: how many products are summed for each output element.
 
-        Returns `NOTHING` if the sum is over the batch and the sequence, as in the gradient of a weight.
+        Returns `NOTHING` if the inner dim is the batch or the sequence, as in the gradient of a weight.
 
         Args:
-            product: the node of the product's output.
+            product: the node whose value has the shape of the product's output.
             flops: FLOPs of the product.
         """
         if not isinstance(self.walk.values[product], LocalValue):  # a recurrent layer returns several tensors

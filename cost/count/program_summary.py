@@ -1,4 +1,4 @@
-"""Summary of a program for the plan: stages, collectives with their bytes, predicted cost."""
+"""Summary of a program for its plan: stages, collectives with their bytes, predicted cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
     """Return the collectives and sends of a program, with the bytes that a rank sends.
 
-    Equal collectives of repeated blocks share one entry, which has their number and total bytes.
+    Equal collectives of repeated blocks are one entry with their number and total bytes.
     """
     totals: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for move in _moves(program):
@@ -51,18 +51,18 @@ def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
         entry[0] += move.times
         entry[1] += move.bytes * move.times
     rows = [Collective(*key, count, moved) for key, (count, moved) in totals.items()]
-    return (*rows, *_sends(program), *_gradients(trace, program), *_wholes(trace, program))
+    return (*rows, *_sends(program), *_gradients(trace, program), *_zero_collectives(trace, program))
 
 
 class _Move(NamedTuple):
     """One collective of a stage graph.
 
     Args:
-        path: path of the module that it is in.
+        path: path of the module that runs it.
         axis: the mesh axis.
         forward, backward: the kind of collective in forward and in backward; empty if there is none.
-        bytes: bytes that one rank sends for it, forward and backward.
-        times: how many collectives of the model it represents.
+        bytes: bytes that one rank sends, in forward and backward together.
+        times: number of equal collectives in repeated blocks that this one represents.
     """
 
     stage: int
@@ -118,7 +118,7 @@ def _scattered_bytes(node: fx.Node, program: Program) -> int:
 
 
 def _is_saved(weight: fx.Node) -> bool:
-    """Return True if the backward uses a gathered weight to compute the gradient of another operand."""
+    """Return True if the backward reads a gathered weight, to compute the gradient of another operand."""
     for user in weight.users:
         others = [n for n in user.all_input_nodes if n is not weight and isinstance(n.meta.get("val"), torch.Tensor)]
         if not others and _is_saved(user):
@@ -150,9 +150,10 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return, for each stage but the first, the bytes it receives and how many can be sent as shards.
+    """Return, for each stage but the first, the bytes it receives, and those that can be sent as shards.
 
-    In the given program, stages send full values.
+    Args:
+        program: a program whose stages send full values, not shards.
     """
     nodes = {node.name: node for node in trace.graph.nodes}
 
@@ -182,9 +183,9 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
 
 
 def _methods(trace: Trace, program: Program) -> list[Collective]:
-    """Return the collectives per step of the `dp_sync` methods that replace the gradient all-reduce.
+    """Return the collectives of the `dp_sync` methods that replace the gradient all-reduce, per step.
 
-    The bytes of a collective that does not run in every step are averaged over the steps.
+    If a collective runs only in some steps, its bytes are averaged over all steps.
     """
     rows, trained = [], [name for name, parameter in trace.parameters.items() if parameter.requires_grad]
     axis = next(iter(program.mesh.along("rows")), "")
@@ -196,8 +197,11 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
     return rows
 
 
-def _wholes(trace: Trace, program: Program) -> list[Collective]:
-    """Return ZeRO's once-per-step collectives: all-gathers, and with ZeRO 1 reduce-scatters of gradients."""
+def _zero_collectives(trace: Trace, program: Program) -> list[Collective]:
+    """Return the collectives that ZeRO runs once per step.
+
+    They are all-gathers of parameters and, with ZeRO 1, reduce-scatters of gradients.
+    """
     mesh, whole, trained = program.mesh, Counter[str](), Counter[str]()
     for name, way in unsharded_for_step(program, program.stages).items():
         stored, parameter, axis = program.parameters[name], trace.parameters[name], way.axis
@@ -237,7 +241,10 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
 
 
 def block_of(path: str) -> str:
-    """Return the block of a module: a child of a repeated layer, or the first two names of the path.
+    """Return the block that a module is part of, with `*` in place of layer numbers.
+
+    The children of a repeated layer are blocks. Outside of repeated layers, a block has the first two names of the
+    path.
 
     >>> block_of("transformer.h.3.attn.c_attn"), block_of("transformer.wte"), block_of("transformer.h.3")
     ('transformer.h.*.attn', 'transformer.wte', 'transformer.h.*')
@@ -248,10 +255,14 @@ def block_of(path: str) -> str:
 
 
 def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: DeduplicatedBlocks) -> list[dict[str, Any]]:
-    """Return one mapping per block of a stage, in model order, without empty and zero entries.
+    """Return one mapping per block of a stage, in model order. Empty and zero entries are omitted.
 
-    A mapping has the layers (`"0-3"`), the number of modules if it is not one per layer, FLOPs, weights of other
-    blocks that the block reads, collectives as `{"tp all_reduce": count}`, and the bytes that the collectives send.
+    - `layers`: layer numbers, such as `"0-3"`
+    - `modules`: number of modules, if layers have several
+    - `flops`: FLOPs of the forward
+    - `shared`: parameters of other blocks that the block reads
+    - `forward`, `backward`: `{"tp all_reduce": count}`
+    - `bytes`: bytes that the collectives send
     """
     paths: dict[str, dict[str, None]] = defaultdict(dict)
     flops: dict[str, int] = defaultdict(int)

@@ -28,7 +28,7 @@ MAX_CACHED_SIGNATURES = 20_000
 
 
 class TensorSpec(NamedTuple):
-    """Shape, strides, dtype and gradient flag of a tensor: they decide what autograd saves of it."""
+    """Shape, strides, dtype and gradient flag of a tensor. They decide what autograd saves of it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -74,8 +74,8 @@ class SavedTensors(NamedTuple):
     """Tensors that autograd saves for an operator's backward.
 
     Args:
-        inputs: indices of the saved inputs, as `graph.tensor_inputs` lists them. An input that occurs twice has two
-            indices.
+        inputs: indices of the saved inputs, in the order of `graph.tensor_inputs`. An input that is passed twice has
+            two indices.
         outputs: indices of the saved outputs.
         other_bytes: bytes of saved tensors that are neither inputs nor outputs.
     """
@@ -92,11 +92,11 @@ class Effect:
     Args:
         made: the call's result with a `TensorIndex` in place of every tensor.
         forms: the spec of each output tensor.
-        memory: the storage of each output tensor: `i` for that of input `i`, or `-1 - j` for the new buffer `j`.
+        memory: the buffer of each output tensor: `i` for the buffer of input `i`, or `-1 - j` for the new buffer `j`.
         pieces: bytes of each new buffer.
         kept: the saved tensors.
-        forward_bytes, backward_bytes: peak bytes of new memory while forward or backward runs. Some of it may be
-            freed when the call ends.
+        forward_bytes, backward_bytes: peak bytes of new memory while forward or backward runs. Some of it may be freed
+            when the call ends.
     """
 
     made: Any
@@ -117,15 +117,14 @@ class TensorIndex:
 
 @dataclass
 class EffectCache:
-    """Cache of the `Effect` of each operator call, by target and specs of the arguments."""
+    """Cache of the `Effect` of operator calls. The key is the operator and the specs of the arguments."""
 
     effects: dict[Hashable, Effect] = field(default_factory=dict)
 
     def effect(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
-        """Return the outputs and saved tensors of `target(*args, **kwargs)`.
+        """Return the outputs, buffers and saved tensors of `target(*args, **kwargs)`.
 
-        A `TensorSpec` takes the place of every tensor in the arguments. Raises what the operator raises on fake
-        tensors.
+        The arguments have a `TensorSpec` in place of every tensor. Raises the operator's own errors on fake tensors.
         """
         key = (target, _hashable(args), _hashable(kwargs))
         if key not in self.effects:
@@ -195,7 +194,7 @@ def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
 
 
 class Allocated(TorchDispatchMode):
-    """Dispatch mode that measures the peak bytes of the storages allocated under it, as `most`."""
+    """Dispatch mode that measures the peak bytes of the storages allocated under it (`most`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,8 +29,8 @@ def tokens(trace: Trace) -> int:
 class ScalingExponents:
     """Scaling exponents (`Exponents`) of the values and FLOPs of nodes of a stage graph.
 
-    They follow from the dims of the traced values. A dim, or a factor of a dim, scales with the sequence if its size
-    is a multiple of the tokens per sample and not a size of a weight.
+    They follow from the dims of the traced values. A dim, or a factor of a dim, scales with the sequence if its size is
+    a multiple of the tokens per sample. Dims of weights do not scale.
     """
 
     def __init__(self, trace: Trace, program: Program):
@@ -57,7 +57,8 @@ class ScalingExponents:
     def _of_written(self, node: fx.Node) -> Exponents:
         """Return the exponents of the bytes of a node's value.
 
-        An intermediate node between two traced values takes them from its users or inputs.
+        A layout conversion can have intermediate nodes, whose values are not in the trace. They get the exponents of
+        their users or inputs.
         """
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         if origin is None:  # an intermediate step of a traced value, or a tuple
@@ -76,7 +77,8 @@ class ScalingExponents:
     def _cut_dim(self, node: fx.Node, axis: str) -> int | None:
         """Return the dim of a node's value that is sharded over an axis, or None.
 
-        An intermediate node between two traced values takes the dim from its input, if its value still has that dim.
+        A layout conversion can have intermediate nodes, whose values are not in the trace. They get the dim of their
+        input, if their value still has that dim.
         """
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)
@@ -94,7 +96,7 @@ class ScalingExponents:
     def of_product(self, node: fx.Node) -> Exponents:
         """Return the scaling exponents of a matrix product's FLOPs.
 
-        The FLOPs are the product of the sizes m, k and n. Each of them counts once, even if two tensors have the dim.
+        The FLOPs are proportional to m, k and n. Each of the three dims counts once, although two tensors have it.
         """
         largest = _largest([self.of(n) for n in (node, *tensor_inputs(node))])
         origin = self._traced.get(facts(node).get("origin", ""))

@@ -1,6 +1,6 @@
-"""Numbers of heads, experts or features that a program's layouts distribute over an axis.
+"""Numbers of heads, experts or features that a program's layouts shard over an axis.
 
-An axis with more ranks than heads, experts or features would leave ranks without a shard.
+On an axis with more ranks than heads, experts or features, some ranks would have no shard.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ product}}, for example `{"tp": {16: "model.layers.*.self_attn/scaled_dot_product
 
 
 def divided(trace: Trace, program: Program) -> Divided:
-    """Return the numbers of heads, experts or features that matrix products distribute over each axis.
+    """Return the numbers of heads, experts or features that matrix products shard over each axis.
 
-    The result has the form of `Divided`. Only axes that shard features or experts have an entry.
+    The result is a `Divided`. Only axes that shard features or experts have an entry.
     """
     mesh, counts = program.mesh, Divided()
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items() if cuts != "positions"}
@@ -44,8 +44,8 @@ def divided(trace: Trace, program: Program) -> Divided:
 def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:
     """Yield the number of heads, experts or features in each dim that is sharded over an axis.
 
-    The dims are those of a node's inputs and output. The number is the size of the outermost factor of the dim. If
-    the dim is a concatenation, the numbers come from the sizes of the concatenated parts (`Placement.sections`).
+    The dims are those of a node's inputs and output. The number is the size of the dim's outermost factor. For a
+    concatenated dim, there is a number for each concatenated tensor (`Placement.sections`).
     """
     for used in (node, *tensor_inputs(node)):
         origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)

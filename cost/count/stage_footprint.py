@@ -2,8 +2,7 @@
 
 The analysis evaluates every stage graph node by node on local shapes. For each value, it finds the buffer that stores
 the value, and the tensors that autograd saves (`saved_tensors.py`). The activations of a microbatch therefore equal
-those of the runtime to the byte. The number of microbatches in flight comes from the schedule's actions
-(`autopart.ir.run.schedule_actions`).
+those of the runtime to the byte.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class MemoryBuffer:
     """A memory buffer on one rank.
 
     Args:
-        lives: True if it persists before and after a microbatch, as a parameter does.
+        lives: True if it exists before and after a microbatch (persistent), as a parameter does.
         made_by: the node that allocates it.
-        again: True for a gathered or cast weight. If the backward reads the weight, it is gathered or cast again
-            instead of saved.
+        again: True for a gathered or cast weight. It is not saved for backward: if the backward reads it, the weight is
+            gathered or cast again.
     """
 
     size_bytes: int
@@ -57,13 +56,15 @@ class LocalValue:
 def saved_buffers(
     walk: Liveness, alive: Set[fx.Node], received: Set[MemoryBuffer] = frozenset()
 ) -> dict[fx.Node, list[MemoryBuffer]]:  # fmt: skip
-    """Return {node: the buffers that autograd saves for its backward, if no earlier node saves them}.
+    """Return {node: buffers that autograd saves for its backward}.
 
-    A recomputed region saves its inputs, which count at its first node.
+    A buffer that several nodes save is listed only at the first of them. The inputs of a recomputed region are listed
+    at the region's first node.
 
     Args:
+        walk: liveness analysis of the stage.
         alive: nodes that a gradient flows through.
-        received: received persistent buffers that also count. Other persistent buffers do not.
+        received: buffers of received values to include. All other persistent buffers are left out.
     """
     held: set[MemoryBuffer] = set()
     saved: dict[fx.Node, list[MemoryBuffer]] = {}
@@ -95,9 +96,9 @@ def own_saved_bytes(walk: Liveness, node: fx.Node) -> int:
 def recomputed_buffers(walk: Liveness, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[MemoryBuffer], int]]:
     """Return the buffers that recomputation allocates in backward, by the operator that saves them first.
 
-    Returns {operator: (buffers, bytes of saved tensors that are neither inputs nor outputs)}. They are allocated when
-    the backward of the recomputed region begins, and freed after the operator's backward. Buffers that were saved in
-    forward are not included.
+    Returns {operator: (buffers, bytes of saved tensors that are neither inputs nor outputs)}. The buffers are allocated
+    when the backward of the recomputed region begins, and freed after the operator's backward. Buffers that were saved
+    in forward are not included.
     """
     regions = walk.regions(alive)
     kept = {memory for pieces in saved_buffers(walk, alive).values() for memory in pieces} if regions else set()
@@ -118,10 +119,10 @@ def liveness_of(trace: Trace, program: Program, stage: Stage) -> Liveness:
 
 
 def memories(result: Any, lasting: bool = False) -> set[MemoryBuffer]:
-    """Return the memory allocations of a value, or of all values in a nested tuple.
+    """Return the buffers of a value, or of all values in a nested tuple.
 
     Args:
-        lasting: True to include allocations that exist during the whole step.
+        lasting: True to include persistent buffers, such as those of parameters.
     """
     if isinstance(result, tuple):
         return {memory for item in result for memory in memories(item, lasting)}
@@ -132,11 +133,13 @@ def memories(result: Any, lasting: bool = False) -> set[MemoryBuffer]:
 class Liveness:
     """Liveness analysis of a stage graph, which `run` evaluates on tensor specs.
 
+    The stage's prologue computes the stage inputs that depend only on the model's inputs, such as masks.
+
     Args:
-        inputs: {stage input that depends on the call's inputs alone: its value}.
-        input_buffers: {stage input that depends on the call's inputs alone: its buffer}. A buffer has the name of the
-            first stage input that views it.
-        input_bytes: {buffer in `input_buffers`: (the node that allocates it, its bytes for all microbatches)}.
+        inputs: {stage input from the prologue: its value}.
+        input_buffers: {stage input from the prologue: name of its buffer}. The name is that of the first stage input
+            that views the buffer.
+        input_bytes: {name of a buffer: (node that allocates it, its bytes for all microbatches)}.
         values: {node: its `LocalValue`, or a tuple of them}.
         keeps: {node: buffers of inputs and outputs that autograd saves for its backward}.
         others: {node: bytes of tensors that autograd saves for its backward and that are not inputs or outputs}.
@@ -164,7 +167,7 @@ class Liveness:
 
     @property
     def in_memory(self) -> Liveness:
-        """The analysis of the graph that the runtime executes: the compiled graph's if there is one."""
+        """Analysis of the graph that the runtime executes: the compiled graph if there is one."""
         return self.compiled or self
 
     def run(self) -> None:
@@ -197,7 +200,10 @@ class Liveness:
         return LocalValue(form, MemoryBuffer(form.size_bytes, True, node))
 
     def gathers_unsharded(self, node: fx.Node) -> bool:
-        """Return True if a node gathers a parameter that stays unsharded for a step, so that nothing is sent."""
+        """Return True if a node gathers a parameter that is already unsharded for the step.
+
+        No collective runs for such a node.
+        """
         source = node.args[0] if node.args else None
         return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in self.held
 
@@ -239,7 +245,7 @@ class Liveness:
         return output
 
     def _conversion_bytes(self, node: fx.Node, result: TensorSpec, source: TensorSpec) -> tuple[int, int]:
-        """Return the peak bytes of new memory of a layout conversion and of its backward, with dtype casts."""
+        """Return (forward, backward) peak bytes of new memory of a layout conversion and its dtype casts."""
         name = operator_name(node).removeprefix("autopart::")
         in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
         numbers = [form.size_bytes // form.dtype.itemsize for form in (result, source)]
@@ -253,7 +259,7 @@ class Liveness:
         return forward, backward + source.size_bytes * (source.dtype != sent[1])
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
-        """Return the output of a layout conversion: of a collective, or of a local operation such as a slice.
+        """Return the output of a layout conversion: a collective, or a local operation such as a slice.
 
         Shapes and buffers are those of `runtime.comm.collectives`.
         """
@@ -298,9 +304,10 @@ class Liveness:
         return alive
 
     def regions(self, alive: Set[fx.Node]) -> dict[int, list[fx.Node]]:
-        """Return {number of a recomputed region: its operators} (`Facts.region`).
+        """Return {index of a recomputed region (`Facts.region`): its operators}.
 
-        Regions without an operator in `alive` are left out. `alive` has the nodes that a gradient flows through.
+        Args:
+            alive: nodes that a gradient flows through. Regions without such a node are left out.
         """
         by_region: dict[int, list[fx.Node]] = {}
         for node in self.values:
@@ -309,11 +316,11 @@ class Liveness:
         return {region: nodes for region, nodes in by_region.items() if any(node in alive for node in nodes)}
 
     def towards(self, node: fx.Node) -> list[fx.Node]:
-        """Return the inputs of a node for which its backward computes a gradient."""
+        """Return the inputs of a node that need a gradient."""
         return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
 
     def read_by(self, nodes: Sequence[fx.Node]) -> list[MemoryBuffer]:
-        """Return the buffers that these operators read and do not compute, without persistent buffers."""
+        """Return the buffers that are inputs of a group of operators, without persistent buffers."""
         inside = set(nodes)
         read = [used for node in nodes for used in node.all_input_nodes if used not in inside]
         return [memory for used in dict.fromkeys(read) for memory in memories(self.values[used])]
@@ -337,7 +344,7 @@ def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
     received.
 
     Args:
-        primitive: a collective or a local operation.
+        primitive: name of the collective or local operation.
         whole: bytes of the full array.
         part: bytes of a shard.
         in_order: True if shards are contiguous in the full array.
@@ -421,10 +428,9 @@ def _attribute(trace: Trace, node: fx.Node) -> LocalValue:
 def _stage_inputs(
     trace: Trace, program: Program, stage: Stage
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[fx.Node, int]]]:  # fmt: skip
-    """Return the stage inputs that depend on the call's inputs alone, for one microbatch on one rank.
+    """Return the stage inputs that the prologue computes, for one microbatch on one rank.
 
-    The stage's prologue computes them. The result has the fields `inputs`, `input_buffers` and `input_bytes` of
-    `Liveness`.
+    Returns the fields `inputs`, `input_buffers` and `input_bytes` of `Liveness`.
     """
     values: dict[fx.Node, Any] = {}
     forms = [TensorSpec.of(t, t.requires_grad) for t in trace.call.tensors]
@@ -452,7 +458,7 @@ def _stage_inputs(
         if not isinstance(whole, LocalValue):
             inputs[stage_input.name] = whole
             continue
-        rows, memory = _rows(program, stage_input.batch_dim, whole)
+        rows, memory = _microbatch_samples(program, stage_input.batch_dim, whole)
         is_copied = memory is not whole.memory  # a copy per microbatch
         number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
         if not memory.lives:
@@ -462,10 +468,10 @@ def _stage_inputs(
     return inputs, buffers, sizes
 
 
-def _rows(program: Program, dim: int | None, whole: LocalValue) -> tuple[TensorSpec, MemoryBuffer]:
-    """Return the spec and the buffer of the samples of one microbatch on one rank.
+def _microbatch_samples(program: Program, dim: int | None, whole: LocalValue) -> tuple[TensorSpec, MemoryBuffer]:
+    """Return the spec and the buffer of a rank's samples in one microbatch.
 
-    They are a view of the global batch's value if the batch is dim 0, else a copy.
+    If the batch is dim 0, the samples are a view of the global batch. Otherwise they are copied.
 
     Args:
         dim: the batch dim; None if the value has no batch dim.

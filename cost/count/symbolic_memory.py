@@ -1,9 +1,13 @@
-"""Memory of each operator of a stage as `Size`s: polynomials in batch, sequence and axis sizes.
+"""Memory of each operator of a stage, as polynomials (`Size`) in batch, sequence and axis sizes.
 
-At a plan's own sizes, they give the plan's memory. They count the tensors that the operator saves for backward, the
-bytes that a stage boundary before the operator sends, and the buffers that exist while the operator runs
-(`liveness.py`). Weights that are being gathered and gradients of weights are not included:
-`cost/predict/table_memory.py` adds them.
+For each operator, there are polynomials of:
+
+- the tensors that it saves for backward
+- the values that a stage boundary before it sends
+- the buffers that exist while it runs (`liveness.py`)
+
+Weights that are being gathered and gradients of weights are not included: `cost/predict/table_memory.py` adds them.
+With the sizes of a plan, it computes the memory of the plan from the polynomials.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulat
 
 
 class _SizeSum:
-    """Running sum of `Size`s, from which `Size`s can also be subtracted."""
+    """Running sum of polynomials (`Size`). Terms can also be subtracted."""
 
     def __init__(self) -> None:
         self.total: dict[Exponents, float] = {}
@@ -53,7 +57,7 @@ class _SizeSum:
 
 
 class _SentBytes(NamedTuple):
-    """Bytes that a stage boundary before an operator sends: fields of `OperatorRow` with these names."""
+    """Bytes that a stage boundary before an operator sends. `OperatorRow` describes the fields."""
 
     alike: Size = NOTHING
     unkept: Size = NOTHING
@@ -66,20 +70,22 @@ class _FusedKernel:
     def __init__(self) -> None:
         self.read = NOTHING
         self.saved_bytes: set[int] = set()
-        """Bytes of each buffer that the operators saved. The kernel can overwrite one of the size of its output."""
+        """Bytes of each buffer that the operators saved. The kernel can overwrite a buffer as large as its output."""
 
     def add(self, read: Size, saved: Iterable[MemoryBuffer]) -> None:
         """Add an operator to the kernel.
 
         Args:
-            read: bytes that its backward reads minus bytes that it writes.
-            saved: buffers that it saved for backward.
+            read: bytes that the operator's backward reads minus bytes that it writes.
+            saved: buffers that the operator saved for backward.
         """
         self.read += read if read.value > 0 else NOTHING
         self.saved_bytes |= {memory.size_bytes for memory in saved}
 
     def needs(self, made: Size) -> Size:
-        """Return the bytes of all inputs and of the output, or none if the output can overwrite an input.
+        """Return the bytes of the kernel's inputs and output.
+
+        Returns `NOTHING` if the output can overwrite an input.
 
         Args:
             made: bytes of the output.
@@ -88,14 +94,14 @@ class _FusedKernel:
 
 
 class SymbolicMemory:
-    """Memory of the operators of one stage as `Size`s (polynomials in batch, sequence and axis sizes).
+    """Memory of the operators of one stage, as polynomials (`Size`) in batch, sequence and axis sizes.
 
     Args:
         walk: liveness analysis of the stage.
         growth: scaling exponents of its values.
-        saved_before: indices of the values from the previous stage that earlier stages save for backward.
-        held_before: indices of the values from the previous stage that earlier stages keep in memory even if they are
-            not sent.
+        saved_before: indices of the received values that an earlier stage saves for backward.
+        held_before: indices of the received values that an earlier stage has in memory in any case, because it saves or
+            receives them.
     """
 
     def __init__(
@@ -120,14 +126,16 @@ class SymbolicMemory:
             if sent.memory.lives or (number in self.saved_sends and sent.form.is_contiguous)
         }  # fmt: skip
         self.others = {
-            node: self._other(node, own_saved_bytes(walk, node)) for node in walk.others if node in self.alive
+            node: self._extra_saved_size(node, own_saved_bytes(walk, node))
+            for node in walk.others
+            if node in self.alive
         }
         self.kept = {
             node: Size.sum([self.others.get(node, NOTHING), *map(self.size, self.saved.get(node, ()))])
             for node in walk.values
         }
         self.rerun = {
-            node: Size.sum([*map(self.size, memory), self._other(node, other)])
+            node: Size.sum([*map(self.size, memory), self._extra_saved_size(node, other)])
             for node, (memory, other) in recomputed_buffers(walk, self.alive).items()
         }
         self.first = next(node for node in walk.values if node.op == "call_function")
@@ -135,7 +143,7 @@ class SymbolicMemory:
         self.gathers = {node for node in walk.values if gathers_stored(node, axes)}
         self.in_forward = self._in_forward()
         self.in_backward, self.after_backward = self._in_backward()
-        self.delayed = self._delayed()
+        self.delayed = self._split_backward_bytes()
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
         casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
@@ -147,7 +155,7 @@ class SymbolicMemory:
         Args:
             one: FLOPs, bytes and collectives of the operator.
             is_place: True if a stage may begin at this operator.
-            load: FLOPs by which stages are balanced.
+            load: FLOPs that the operator adds to the load of its stage.
         """
         works = {part: part_works for part in PARTS if (part_works := getattr(one, part))}
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
@@ -157,7 +165,7 @@ class SymbolicMemory:
                 if n in self.gathers or n.op == "get_attr"}  # fmt: skip
         travelling = self.crossing[one.node]
         crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
-        sent = _SentBytes() if crossing is None else self._cut_before(one.node, travelling)
+        sent = _SentBytes() if crossing is None else self._boundary_bytes(one.node, travelling)
         inputs = {self.walk.input_buffers.get(str(n.target), "") for n in one.node.all_input_nodes
                   if n.op == "placeholder"}  # fmt: skip
         return OperatorRow(
@@ -176,7 +184,7 @@ class SymbolicMemory:
             **sent._asdict(),
         )
 
-    def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> _SentBytes:
+    def _boundary_bytes(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> _SentBytes:
         """Return the bytes that a stage boundary before a node sends, as fields of `OperatorRow`.
 
         Args:
@@ -200,14 +208,14 @@ class SymbolicMemory:
     def _in_forward(self) -> dict[fx.Node, Size]:
         """Return {node: bytes that exist while its forward runs}.
 
-        Tensors that the node and earlier nodes save for backward are not counted.
+        Tensors that the node and earlier nodes save for backward are not included.
         """
         now, beyond = _SizeSum(), dict[fx.Node, Size]()
         held = {memory for pieces in self.saved.values() for memory in pieces}
         now.add(self._values(memory for memory in held if memory.lives))  # received values
         for step in forward_steps(self.walk, held):
             kept = self.kept.get(step.node, NOTHING) * -1
-            needs = now.size() + self._takes(step.node, 0) + kept
+            needs = now.size() + self._workspace(step.node, 0) + kept
             now.add(self._values(step.made) + self.others.get(step.node, NOTHING) + kept)
             ended = self._values(step.ended)
             peak = now.size() + ended * -1 if self._writes_over(step.node) else now.size()
@@ -224,7 +232,7 @@ class SymbolicMemory:
         kernel, self.recomputed = _FusedKernel(), dict[fx.Node, Size]()
         for step in backward_steps(self.walk, self.alive):
             node = step.node
-            kept = self.kept.get(node, NOTHING) + self._received_of(node) * -1  # what its backward frees
+            kept = self.kept.get(node, NOTHING) + self._received_of(node) * -1  # freed by its backward
             if step.rerun:
                 self.recomputed[node] = Size.sum(self.rerun.get(other, NOTHING) for other in step.rerun)
                 now.add(self.recomputed[node])
@@ -234,7 +242,7 @@ class SymbolicMemory:
             now.add(made)
             now.add(done, -1)
             ends = now.size()
-            peaks = [begins + self._takes(node, 1) + of_weights * -1, ends + further * 2 + kept * -1]
+            peaks = [begins + self._workspace(node, 1) + of_weights * -1, ends + further * 2 + kept * -1]
             if self._writes_over(node):
                 peaks.append(ends + further + kept * -1)
                 kernel.add(done + kept + (made + of_weights) * -1, self.walk.keeps.get(node, ()))
@@ -244,7 +252,7 @@ class SymbolicMemory:
                     peaks.append(begins + kernel.needs(made + of_weights) + of_weights * -1)
                 kernel = _FusedKernel()
             beyond[node], after[node] = _largest(*peaks), ends
-        left, unsaved = NOTHING, NOTHING  # received values that no operator up to this one saves stay in their buffers
+        left, unsaved = NOTHING, NOTHING  # received values stay in their buffers until an operator saves them
         for node in reversed(self.walk.values):
             beyond[node] = beyond.get(node, NOTHING) + unsaved
             unsaved += self._received_of(node)
@@ -253,13 +261,15 @@ class SymbolicMemory:
         return beyond, after
 
     def _received_of(self, node: fx.Node) -> Size:
-        """Return the bytes of received values that an operator is the first to save."""
+        """Return the bytes of the received values that an operator saves and no earlier operator saves."""
         return Size.sum(self.size(memory) for memory in self.saved.get(node, ()) if memory.lives)
 
-    def _delayed(self) -> dict[fx.Node, Size]:
-        """Return {node: bytes of gradients that a split backward keeps until its weight part}.
+    def _split_backward_bytes(self) -> dict[fx.Node, Size]:
+        """Return {node: bytes of output gradients that a split backward keeps}.
 
-        These are gradients of the outputs of nodes that read both weights and other values that need a gradient.
+        A split backward (zero-bubble schedules) computes the gradients of weights later than the gradients of
+        activations. Until then, it keeps the output gradient of each node that reads both a weight and an activation
+        that needs a gradient.
         """
         weights, seen, delayed = self.walk.of_weights(self.alive), set[MemoryBuffer](), dict[fx.Node, Size]()
         for node in self.walk.values:
@@ -270,10 +280,10 @@ class SymbolicMemory:
         return delayed
 
     def _writes_over(self, node: fx.Node) -> bool:
-        """Return True if an operator can write its output into the buffer of its input.
+        """Return True if an operator can write its output into the buffer of an input.
 
-        Its backward can then write the input's gradient into the buffer of the output's gradient. A cast to another
-        element size cannot do either.
+        Its backward can then write the input's gradient into the buffer of the output's gradient. Both need an input
+        with the element size of the output, so a cast to another element size returns False.
         """
         if node not in self.walk.in_place:
             return False
@@ -281,8 +291,8 @@ class SymbolicMemory:
                        if isinstance(value := self.walk.values[one], LocalValue))  # fmt: skip
         return made in read
 
-    def _takes(self, node: fx.Node, direction: int) -> Size:
-        """Return the workspace of a node as a `Size`, which scales like its largest input or output.
+    def _workspace(self, node: fx.Node, direction: int) -> Size:
+        """Return the workspace of a node as a `Size`, which scales like the largest of its inputs and output.
 
         Args:
             direction: 0 for its forward, 1 for its backward.
@@ -303,11 +313,11 @@ class SymbolicMemory:
     def _value(self, node: fx.Node) -> Size:
         return self.growth.of_value(node, self.walk.values[node])
 
-    def _other(self, node: fx.Node, size_bytes: int) -> Size:
+    def _extra_saved_size(self, node: fx.Node, size_bytes: int) -> Size:
         """Return the `Size` of a saved tensor that is neither an input nor an output of its operator.
 
-        If its bytes equal those of an input, or of all inputs together, it scales like them. Else it scales like the
-        operator's output.
+        The tensor scales like an input of equal bytes, or like all inputs together if their sum has equal bytes.
+        Otherwise it scales like the output.
         """
         read = [self._value(used) for used in tensor_inputs(node) if isinstance(self.walk.values[used], LocalValue)]
         options = [Size.sum(read), *read]
@@ -315,15 +325,15 @@ class SymbolicMemory:
 
     @property
     def received(self) -> list[fx.Node]:
-        """The nodes of the stage graph whose values the previous stage sends."""
+        """Nodes of the stage graph whose values the previous stage sends."""
         return [n for n in self.walk.values if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
 
     @cached_property
     def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
-        """{node: {value: bytes}}, the values that a stage would receive if it began at the node.
+        """{node: {value: bytes}} of the values that a stage boundary before the node would send.
 
-        The bytes are None for a value without gradient, which pipelining cannot send. Values that depend on inputs
-        alone or on weights alone are left out: each stage computes them itself.
+        The bytes are None for a value without gradient, because pipelining cannot send it. Values that depend only on
+        the model's inputs, or only on weights, are left out: each stage computes them itself.
         """
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}

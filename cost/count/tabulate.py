@@ -41,13 +41,13 @@ Blocks = Mapping[str, Sequence[int]]
 
 
 class BlocksNotContiguous(Exception):
-    """Raised if another block begins between the operators of a repeated block.
+    """Raised if the operators of a repeated block are interleaved with those of another block.
 
-    One traced block can then not represent equal blocks.
+    A cost table can then not represent several equal blocks by one traced block.
     """
 
 
-class _At(NamedTuple):
+class _BlockId(NamedTuple):
     """A repeated block: the module path of the list that it is in, and its index in the traced model."""
 
     path: str
@@ -57,16 +57,16 @@ class _At(NamedTuple):
 def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: Blocks, fused: bool = False) -> Table:
     """Build the cost table of a program in which one traced block may represent several equal blocks.
 
-    The table lists all operators of the model in order. If the trace itself is deduplicated (`trace.folds`), the
-    table lists only the operators of the trace, and `deduplicated_rows` adds the blocks that are not traced.
+    The table lists all operators of the model in order. If the trace itself is deduplicated (`trace.folds`), the table
+    lists only the operators of the trace, and `deduplicated_rows` adds the blocks that are not traced.
 
     Args:
         walks: liveness analysis of every stage.
-        blocks: for each list of blocks, the traced block that represents each block of the model. Empty if each
-            traced block represents only itself.
+        blocks: for each list of blocks, the traced block that represents each block of the model. Empty if each traced
+            block represents only itself.
         fused: True to count each chain of fusible operators as one kernel, as a compiler emits it.
 
-    Raises BlocksNotContiguous if another block begins between the operators of a repeated block.
+    Raises BlocksNotContiguous if the operators of two blocks are interleaved.
     """
     growth, mesh = ScalingExponents(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
@@ -75,7 +75,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         before = (held[-1].saved_sends, held[-1].held_sends) if held else ()
         held.append(SymbolicMemory(walk.in_memory, growth, *before))
     nodes = [each.node for operators in stages for each in operators]
-    places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
+    places, loads = _stage_starts(trace, nodes), _loads(trace, growth, nodes)
     places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
     rows = [
         one.row(each, each.node in places, loads.get(each.node, NOTHING))
@@ -109,7 +109,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         input_bytes=sum(inputs.values()) / batch,
         buffer_bytes=sum(buffers.values()),
         gathers=gathers,
-        hidden_sums=_hidden(trace, program),
+        hidden_sums=_overlappable_share(trace, program),
         prologue=prologue,
         cuts={len(walks): starts},
         divided=divided(trace, program),
@@ -123,13 +123,13 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
     is_stored, scattered_shards = bool(storing_axes(program)), _scattered_shards(program)
     parameters = dict[str, Parameter]()
     for name, stored in program.parameters.items():
-        read, summed = _shares(trace, name)
-        itemsize, rows = _form(trace, program, name)
+        read, summed = _mixed_precision_ratios(trace, name)
+        itemsize, rows = _sync_sizes(trace, program, name)
         parameters[name] = Parameter(
             size=_stored(trace, program, name),
-            axes=_summed_over(program.mesh, stored),
+            axes=_reduced_over(program.mesh, stored),
             trained=name in trained,
-            over=_cut_over(program.mesh, stored, is_stored),
+            over=_zero3_axes(program.mesh, stored, is_stored),
             read=read,
             summed=summed,
             cast_again=name in again,
@@ -141,9 +141,7 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
 
 
 def _per_sample(size_bytes: int, powers: Exponents, batch: int) -> Size:
-    """Return the bytes of a value as a `Size` in which `b` is the number of samples of the global batch.
-
-    Every rank has the full value.
+    """Return the bytes of a replicated value as a `Size` in the samples of the global batch.
 
     Args:
         size_bytes: bytes of the value in the trace.
@@ -166,12 +164,12 @@ def _scattered_shards(program: Program) -> set[str]:
     return names
 
 
-def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _stage_starts(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes of the stage graphs at which a stage may begin.
 
-    For each traced operator that depends on parameters, this is the first of its nodes. Conversions of its inputs
-    count as its nodes. The reduction of a partial sum counts as a node of the operator that computes the partial sum,
-    so no stage begins between them.
+    A stage may begin at the first node of each traced operator that depends on parameters. Conversions of an operator's
+    inputs are nodes of the operator. So is the reduction of its output if that is a partial sum: no stage begins before
+    the reduction.
 
     Args:
         nodes: all operators of the stage graphs, in order.
@@ -192,10 +190,10 @@ def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
-    """Return {node of a stage graph: FLOPs of the traced operator whose first node it is}.
+    """Return {node of a stage graph: FLOPs}. The FLOPs of a traced operator count at its first node.
 
-    A traced operator without a node was fused into another operator. Its FLOPs are added to the next operator that
-    has a node.
+    A traced operator without a node was fused into another operator. Its FLOPs are added to the next operator that has
+    a node.
     """
     first = {key: node for node in reversed(nodes) if (key := facts(node).get("key")) is not None}
     loads, total = dict[fx.Node, Size](), 0.0
@@ -207,10 +205,10 @@ def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> 
     return loads
 
 
-def _hidden(trace: Trace, program: Program) -> float:
+def _overlappable_share(trace: Trace, program: Program) -> float:
     """Return the share of gradient bytes whose reduction can overlap with the backward.
 
-    In each stage, only the bucket that the backward completes last cannot overlap. It holds the parameters that the
+    In each stage, only the bucket that the backward completes last cannot overlap. It has the parameters that the
     forward reads first.
     """
     total = last = 0
@@ -234,11 +232,10 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
     return Size.of(whole, Exponents(**cut))
 
 
-def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
-    """Return (bytes per element, size of the first dim) of a parameter. The size is 0 for a vector.
+def _sync_sizes(trace: Trace, program: Program, name: str) -> tuple[int, int]:
+    """Return the sizes of a parameter that `dp_sync` methods need: (bytes per element, size of dim 0).
 
-    Only `dp_sync` methods that replace the all-reduce of gradients use these numbers. Without such a method, the
-    function returns (4, 0).
+    The size is 0 for a vector. If gradients are all-reduced, returns the defaults (4, 0).
     """
     tensor = trace.parameters[name]
     if program.dp_sync.is_default:
@@ -246,14 +243,14 @@ def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
     return tensor.dtype.itemsize, tensor.shape[0] if tensor.dim() > 1 else 0
 
 
-def _summed_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:
-    """Return the axes over which a parameter's gradient is reduced, or would be if ZeRO did not shard it."""
+def _reduced_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:
+    """Return the axes over which a parameter's gradient is all-reduced or, by ZeRO, reduce-scattered."""
     over = mesh_axes_of(mesh.stored_over(stored.layout) or mesh.data_axis)
     return tuple(dict.fromkeys((mesh.data_axis, *over, *stored.grad_axes)))
 
 
-def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, ...]:
-    """Return the axes over which ZeRO-3 shards a parameter on a mesh whose axes all have several ranks.
+def _zero3_axes(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, ...]:
+    """Return the axes over which ZeRO-3 would shard a parameter if all mesh axes had several ranks.
 
     Args:
         is_stored: True if this program shards parameters with ZeRO-3.
@@ -266,8 +263,8 @@ def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, .
     return tuple(axis.name for axis in mesh.axes if axis.stores and axis.name not in cutting | left)
 
 
-def _shares(trace: Trace, name: str) -> tuple[float, float]:
-    """Return the bytes of a parameter in the compute dtype, and of its reduced gradient, per byte stored.
+def _mixed_precision_ratios(trace: Trace, name: str) -> tuple[float, float]:
+    """Return the element sizes of the compute dtype and of the reduction dtype, per stored element size.
 
     Both are 1 without mixed precision.
     """
@@ -281,9 +278,9 @@ def _shares(trace: Trace, name: str) -> tuple[float, float]:
 
 
 def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
-    """Return {module path of a list of repeated blocks: indices of its blocks}.
+    """Return the argument `blocks` of `tabulate` for a trace in which each block represents only itself.
 
-    As an argument of `tabulate`, it means that each block represents only itself.
+    It is {module path of a list of repeated blocks: indices of its blocks}.
     """
     counts: dict[str, int] = {}
     for name in repeated_blocks(trace.graph).values():
@@ -293,29 +290,33 @@ def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
     return {path: tuple(range(number)) for path, number in counts.items()}
 
 
-def _block_of(name: str, blocks: Blocks) -> _At | None:
+def _block_of(name: str, blocks: Blocks) -> _BlockId | None:
     for path in blocks:
         match = re.match(rf"{re.escape(path)}\.(\d+)(?=[./]|$)", name)
         if match is not None:
-            return _At(path, int(match[1]))
+            return _BlockId(path, int(match[1]))
     return None
 
 
 def _copies(name: str, blocks: Blocks) -> int:
-    """Return how many operators or tensors of the full model a traced one represents. `name` is its name."""
+    """Return how many operators or tensors of the full model a traced operator or tensor represents.
+
+    Args:
+        name: key of the operator, or name of the tensor.
+    """
     at = _block_of(name, blocks)
     return 1 if at is None else list(blocks[at.path]).count(at.number)
 
 
-def _blocks_of(operators: Sequence[OperatorWork], blocks: Blocks) -> list[_At | None]:
+def _blocks_of(operators: Sequence[OperatorWork], blocks: Blocks) -> list[_BlockId | None]:
     """Return the repeated block of every operator, or None for an operator outside of blocks.
 
-    An operator between two operators of a block is in that block. Raises BlocksNotContiguous if another block begins
-    between them.
+    An operator between two operators of a block is in that block. Raises BlocksNotContiguous if the operators of two
+    blocks are interleaved.
     """
     at = [_block_of(_name(one.node), blocks) for one in operators]
-    last: dict[_At, int] = {block: i for i, block in enumerate(at) if block is not None}
-    inside: _At | None = None
+    last: dict[_BlockId, int] = {block: i for i, block in enumerate(at) if block is not None}
+    inside: _BlockId | None = None
     for i, block in enumerate(at):
         if block is not None and inside is not None and block != inside and i < last[inside]:
             raise BlocksNotContiguous(f"{block.path}.{block.number} begins inside {inside.path}.{inside.number}")
@@ -337,7 +338,7 @@ def _name(node: fx.Node) -> str:
     return facts(source).get("key", str(source.target))
 
 
-def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str, int]]:
+def _order(at: Sequence[_BlockId | None], blocks: Blocks) -> Iterator[tuple[int, str, int]]:
     """Yield all operators of the model in order, as (row, module path of the list of blocks, block index).
 
     The row is the index of the operator in the trace. An operator outside of blocks has the path "" and the index 0.
@@ -352,5 +353,5 @@ def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str,
             like = blocks[block.path]
             ends = like.index(block.number + 1) if block.number + 1 in like else len(like)
             for number in range(like.index(block.number), ends):
-                same = _At(block.path, like[number])
+                same = _BlockId(block.path, like[number])
                 yield from ((row, block.path, number) for row, other in enumerate(at) if other == same)

@@ -1,4 +1,4 @@
-"""`Plan.cost`: a mapping of figures, and the formulas from which they follow."""
+"""`Plan.cost`: predicted seconds and bytes of a plan, and sympy formulas for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 OF_OLD_PLANS = ("formula", "values")
-"""Keys of plans of older versions, whose step time was not the simulated one."""
+"""Entries of `Plan.cost` in plans of older versions, whose step time was not simulated."""
 
 
 def _simulated(plan: Plan) -> Any:
@@ -36,14 +36,14 @@ def _simulated(plan: Plan) -> Any:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step: seconds and bytes, in total and by kind. `float()` returns the seconds.
+    """Predicted seconds and bytes of a step, in total and by kind. `float()` returns the seconds.
 
     Args:
         step_time_s: seconds of a step.
         memory_bytes: peak bytes of the fullest rank.
         parts_s: {kind of work: seconds}.
         memory_parts: {kind of memory: bytes}.
-        notes: texts that say how a plan made for these sizes may differ.
+        notes: possible differences from a plan that is made for these sizes.
     """
 
     step_time_s: float
@@ -62,12 +62,12 @@ class Cost(dict[str, Any]):
     `expression` is the seconds of a step, and `parts` are the seconds by kind. `memory` is the bytes of a rank, and
     `memory_parts` are the bytes by kind.
 
-    The closed formula is simpler than `autopart.simulate`, which gives the plan's step time. It leaves out unequal
+    The closed formula is simpler than `autopart.simulate`, which predicts the plan's step time. It ignores unequal
     stages, waiting for sends, the order of a schedule's actions, partly filled gradient buckets, and blocks whose
-    weights are gathered too late to overlap. The symbol `r` represents all of that: `expression` is the closed
-    formula times `1 + r`, and `parts["left out"]` is the closed formula times `r`. All other parts are the closed
-    formula's own. `left_out` is the value of `r` at the plan's own sizes. `subs` uses this value unless you pass
-    another: `plan.cost.subs(r=0)` is the closed formula alone. `str(plan.cost)` prints the formula's error.
+    weights are gathered too late to overlap. The symbol `r` corrects for these: `expression` is the closed formula
+    times `1 + r`, and `parts["left out"]` is the closed formula times `r`. The other parts are those of the closed
+    formula. `left_out` is the value of `r` at the plan's own sizes. `subs` uses this value unless you pass another:
+    `plan.cost.subs(r=0)` is the closed formula without correction. `str(plan.cost)` prints the formula's error.
 
     Symbols are those of `autopart.cost.formula.step_formula`: `b` samples of a microbatch on a rank, `s` tokens per
     sample, `tp`, `dp`, `pp`, `m` microbatches, `v` stages per rank, and the hardware's.
@@ -82,7 +82,7 @@ class Cost(dict[str, Any]):
     def of(plan: Plan) -> Cost:
         """Return the cost of a plan.
 
-        Plans of older versions stored step times of other formulas. The steps of these plans are simulated again.
+        Plans of older versions have step times that were not simulated. Their steps are simulated here.
         """
         cost = Cost(plan.cost)
         cost.plan = plan
@@ -94,13 +94,16 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def scale(self) -> float:
-        """Simulated step time divided by the closed formula's, at the plan's own sizes; 1 without a step time."""
+        """Simulated step time divided by that of the closed formula, at the plan's own sizes.
+
+        1 if there is no step time.
+        """
         simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
         return simulated_s / self.formula_s if simulated_s and self.formula_s else 1.0
 
     @cached_property
     def formula_s(self) -> float:
-        """Seconds of a step by the closed formula alone, at the plan's own sizes."""
+        """Seconds of a step by the closed formula, without the correction `r`, at the plan's own sizes."""
         from autopart.cost.formula.step_formula import compiled
 
         sizes = [*self._formula_values({}).values()][len(self.formula.constants) :]
@@ -108,7 +111,7 @@ class Cost(dict[str, Any]):
 
     @property
     def left_out(self) -> float:
-        """Value of `r` at the plan's own sizes: what the closed formula leaves out, per second that it gives."""
+        """Value of `r` at the plan's own sizes: simulated step time divided by the closed formula's, minus 1."""
         return self.scale - 1
 
     @cached_property
@@ -119,8 +122,9 @@ class Cost(dict[str, Any]):
         data = self.plan.timing.get("table") if self.plan is not None else None
         if data is None or "divided" not in data:  # plans of older versions lack it
             raise PlanError(
-                "the plan has no formulas", why="they follow from the table in the entry 'timing' of a plan file",
-                hint="make the plan again with autopart.plan(...), or keep this entry in the file",
+                "the plan has no formulas",
+                why="they are computed from the entry 'timing' of a plan, which this plan lacks or has in an "
+                "older form", hint="make the plan again with autopart.plan(...), or keep this entry in the file",
             )  # fmt: skip
         return from_data(data)
 
@@ -160,7 +164,7 @@ class Cost(dict[str, Any]):
     def parts(self) -> Mapping[str, sympy.Expr]:
         """{kind of work or collective: seconds of a step}, with sends, bubble and optimizer.
 
-        `left out` has the seconds that the closed formula leaves out.
+        The entry `left out` is the closed formula's step time times `r`.
         """
         from autopart.cost.formula.step_formula import r
 
@@ -175,13 +179,13 @@ class Cost(dict[str, Any]):
     def memory_parts(self) -> Mapping[str, sympy.Expr]:
         """{kind of memory: bytes of a rank}.
 
-        With one microbatch, gradients and activations do not peak at the same time.
+        With one microbatch, their sum exceeds `memory`, because gradients and activations do not peak at the same time.
         """
         return self.formula.memory_parts
 
     @property
     def forward_flops(self) -> sympy.Expr:
-        """Matrix FLOPs of the forward of one microbatch over all stages, on one rank of `tp`."""
+        """Matrix FLOPs of one microbatch's forward over all stages, on one rank per stage."""
         import sympy
 
         works = self.formula.totals.works.items()
@@ -195,8 +199,8 @@ class Cost(dict[str, Any]):
     def subs(self, *values: Any, **named: Any) -> sympy.Expr:
         """Return the seconds of a step, with values in place of some symbols.
 
-        Pass symbols by name, or as for `sympy.Expr.subs`. Unless you pass `r`, it has the value for the plan's own
-        sizes. Raises OptionError for an unknown symbol.
+        Pass symbols by name, or as for `sympy.Expr.subs`. Unless you pass `r`, its value is `left_out`. Raises
+        OptionError for an unknown symbol.
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
         """
@@ -215,16 +219,16 @@ class Cost(dict[str, Any]):
         return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
 
     def at(self, **sizes: float) -> Figures:
-        """Return the predicted figures if some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` have other values.
+        """Predict the step and the memory if some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` have other values.
 
         The step is predicted from the plan's operators, as in `autopart.simulate`. Stages are balanced again if their
         number or the tokens per sample change. Memory is counted from the same operators, as in `Plan.memory`.
 
-        Layouts stay those of the plan. The figures have a note if a plan for these sizes may have other layouts.
+        Layouts stay those of the plan. `Figures.notes` has a note if a plan for these sizes may have other layouts.
 
         Raises OptionError for other names, for sizes that are not above zero, and for fewer expert ranks than the
-        plan's `balance`. Raises LayoutError if the layouts have fewer shards than an axis has ranks. Raises
-        StageError if there are too few stage boundaries, or no schedule runs this many stages and microbatches.
+        plan's `balance`. Raises LayoutError if the layouts have fewer shards than an axis has ranks. Raises StageError
+        if there are too few stage boundaries, or no schedule can run the stages and microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
@@ -239,7 +243,7 @@ class Cost(dict[str, Any]):
         return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
 
     def _check_divides(self, mesh: Mesh) -> None:
-        """Raise LayoutError if a rank of this mesh would have no shard of a product in the plan's layouts."""
+        """Raise LayoutError if a rank of this mesh would have no shard of some matrix product."""
         from autopart.cost.predict.operator_work import CHOSEN, chosen_ranks
 
         for name, ranks in chosen_ranks(mesh).items():
@@ -268,7 +272,7 @@ class Cost(dict[str, Any]):
         return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have other layouts",)
 
     def on(self, hardware: Hardware) -> Figures:
-        """Return the predicted figures of the plan on other hardware."""
+        """Predict the step and the memory of the plan on other hardware."""
         return self._figures(self._predicted({}, hardware))
 
     def _figures(self, simulation: Simulation) -> Figures:
@@ -338,9 +342,9 @@ class Cost(dict[str, Any]):
 
 
 def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Return the plan's schedule for these stages and microbatches, or another if it cannot run them.
+    """Return the plan's schedule for a number of stages and microbatches.
 
-    The other schedule is the one that a plan would get. Raises StageError if no schedule can run them.
+    If the schedule cannot run them, returns the default schedule for them. Raises StageError if no schedule can.
     """
     if pp == 1:
         return Schedule(None, microbatches, 1)

@@ -3,13 +3,12 @@
 Variables are batch, sequence, axis sizes, microbatches and hardware constants.
 
 The FLOPs and bytes of every operator are products of dims from its sharding rule (`cost.predict.operator_work`).
-Identical operators are one term with their count.
+Identical operators are one term, multiplied by their number.
 
 Symbols: `b` samples of a microbatch on a rank, `s` tokens per sample, the mesh axes (`tp`, `dp`, `pp`), `m`
-microbatches, `v` stages per rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share of the peak that a
-product reaches, `H` the inner dim of a product at which its rate is half, `M` memory bytes/s, `L` seconds to launch a
-kernel, and the symbols of `cost.predict.collective_costs`. `g_tp`, `g_dp`, `g_pp`: ranks of a group that are in one
-node.
+microbatches, `v` stages per rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share of the peak that a product
+reaches, `H` the inner dim of a product at which its rate is half, `M` memory bytes/s, `L` seconds to launch a kernel,
+and the symbols of `cost.predict.collective_costs`. `g_tp`, `g_dp`, `g_pp`: ranks of a group that are in one node.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from autopart.ir.run.sync_option import MethodParameters
 
 
 def ranks_of(axis: str) -> sympy.Expr:
-    """Return the symbol of the size of an axis; for flattened axes (`dp_ep`), the product of symbols."""
+    """Return the symbol of an axis size, or the product of the symbols for flattened axes (`dp_ep`)."""
     return sympy.Mul(*(sympy.Symbol(part, positive=True) for part in mesh_axes_of(axis)))
 
 
 def in_node_of(axis: str) -> sympy.Expr:
-    """Return the symbol of the number of an axis's ranks in one node; for flattened axes, the product."""
+    """Return the symbol `g_<axis>`: ranks of an axis in one node. For flattened axes, return the product."""
     return sympy.Mul(*(sympy.Symbol(f"g_{part}", positive=True) for part in mesh_axes_of(axis)))
 
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 r = sympy.Symbol("r", real=True)
-"""Seconds that the closed formula leaves out, per second that it gives (`plan_cost.Cost`)."""
+"""Correction of the closed formula: simulated step time divided by the formula's, minus 1 (`plan_cost.Cost`)."""
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
 """`b, s, tp, ep, cp, dp, dpr, pp, m, v`: the symbols of a mesh without custom axes."""
@@ -87,15 +86,15 @@ class Formula:
     """Number of versions of the weights. With two, batches follow each other without a flush of the pipeline."""
 
     over: tuple[str, int] = ("dp", 1)
-    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan, on which the number of a
-    rank's neighbours depends."""
+    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan. A rank's number of
+    neighbours depends on the number of ranks."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
     """Cache {kernel or collective: its seconds}. Formulas with the same reference sizes may share it."""
 
     @property
     def sizes(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols of batch, sequence, axis sizes, microbatches and stages per rank."""
+        """Symbols of batch, sequence, axis sizes, microbatches and stages per rank."""
         return (b, s, *map(ranks_of, self._names), m, v)
 
     @property
@@ -112,7 +111,7 @@ class Formula:
 
     @cached_property
     def _times(self) -> Sizes:
-        """Each size as a multiple of the reference size, at which the operators were counted."""
+        """Each size as a multiple of its reference size. Operators were counted at the reference sizes."""
         counted_at = self.totals.at
         ranks = {
             name: ranks_of(self._mesh.innermost(cuts)) / getattr(counted_at, name) for name, cuts in CHOSEN.items()
@@ -154,7 +153,7 @@ class Formula:
     def _collective(self, kind: str, axis: str, size: sympy.Expr) -> sympy.Expr:
         """Return the seconds of a collective as a sympy expression.
 
-        If the profile has other link rates for this kind of collective, the expression uses them.
+        Link rates are symbols, or numbers if the profile has separate rates for this kind of collective.
         """
         inside = in_node_of(axis)
         values = {collective_costs.S: size, collective_costs.k: ranks_of(axis) / inside, collective_costs.g: inside}
@@ -173,7 +172,10 @@ class Formula:
 
     @cached_property
     def _memory_shares(self) -> list[Any]:
-        """Functions (bytes -> share of memory bandwidth) at index `in_order`: 0 for False, 1 for True."""
+        """Two sympy functions from bytes to the share of memory bandwidth that an operator reaches.
+
+        The first is for all operators, the second for pointwise operators on contiguous tensors (`Work.in_order`).
+        """
         usual, in_order = map(self.hardware.memory_points, (False, True))
         return [_curve("share", usual), _curve("share" if in_order == usual else "share_in_order", in_order)]
 
@@ -195,23 +197,23 @@ class Formula:
     def parts_s(self) -> dict[str, sympy.Expr]:
         """{kind: seconds} of a step of equal stages, with sends, bubble, gradient reduction and optimizer.
 
-        The bubble is (p - 1) / v m of the work (Narayanan et al. 2021, section 2.2). Asynchronous schedules with two
-        versions of the weights have no bubble.
+        The bubble is (p - 1) / (v m) times the work (Narayanan et al. 2021, section 2.2). Asynchronous schedules with
+        two versions of the weights have no bubble.
         """
         work = {kind: m * seconds / pp for kind, seconds in self.kinds_s.items()}
         several = sympy.Piecewise((0, sympy.Eq(pp, 1)), (1, True))
         return {
             **work, "sends": several * (2 * m + 2 * (pp - 1)) * self._send_s(),
             "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()) if self.versions == 1 else sympy.Integer(0),
-            **self._sums(), **self._methods(),
+            **self._reduction_s(), **self._methods(),
             "optimizer": (
-                OPTIMIZER_TRAFFIC / _exact(self.hardware.optimizer_efficiency) * self._held(self.totals.trained)
-                + COPY_TRAFFIC * (self.versions - 1) * self._held(self.totals.stored)
+                OPTIMIZER_TRAFFIC / _exact(self.hardware.optimizer_efficiency) * self._rank_bytes(self.totals.trained)
+                + COPY_TRAFFIC * (self.versions - 1) * self._rank_bytes(self.totals.stored)
             ) / pp / M,
         }  # fmt: skip
 
-    def _sent(self) -> tuple[sympy.Expr, sympy.Expr]:
-        """Return the bytes that a rank sends to the next stage per microbatch, and the bytes to all-gather."""
+    def _sent_bytes(self) -> tuple[sympy.Expr, sympy.Expr]:
+        """Return two sizes per microbatch: bytes that a rank sends, and bytes that the receivers all-gather."""
         sent = self.totals.sent
         if not self.scatter_sends:
             return self.of(sent), sympy.Integer(0)
@@ -219,26 +221,26 @@ class Formula:
         return self.of(sent) - alike + alike / ranks_of(self._mesh.tensor_axis), alike
 
     def _send_s(self) -> sympy.Expr:
-        sent, gathered = self._sent()
+        sent, gathered = self._sent_bytes()
         axis = self._mesh.tensor_axis
         return self._collective("send", "pp", sent) + (
             self._collective("all_gather", axis, gathered) if gathered else 0
         )
 
-    def _sums(self) -> dict[str, sympy.Expr]:
+    def _reduction_s(self) -> dict[str, sympy.Expr]:
         """Return {name: seconds per step} of gradient reduction and of ZeRO's collectives.
 
-        Seconds that overlap with compute are left out. Gradients are all-reduced in buckets over each axis that
+        Seconds that overlap with compute are not included. Gradients are all-reduced in buckets over each axis that
         shards the batch. ZeRO 1 all-gathers and reduce-scatters once a step. ZeRO 2 reduce-scatters every microbatch.
-        ZeRO 3 also all-gathers twice per microbatch. ZeRO's collectives are named after the data axis, even if they
-        run over several flattened axes.
+        ZeRO 3 also all-gathers twice per microbatch. ZeRO's collectives are named after the data axis, even if they run
+        over several flattened axes.
         """
-        whole = self.of(self.totals.trained) - self._cut
+        whole = self.of(self.totals.trained) - self._unsharded_bytes
         work = sympy.Add(*self.kinds_s.values()) / pp
         sums = []
         over = {axis.name: whole for axis in self.axes if axis.cuts == "rows"}
         for axis, sizes in self.totals.summed_over.items():
-            left = [self.of(size) * self._left(axis, cut) for cut, size in sizes.items()]
+            left = [self.of(size) * self._reduced_share(axis, cut) for cut, size in sizes.items()]
             over.setdefault(axis, sympy.Add(*left))
         axis, _ = self.over
         over[axis] = over.get(axis, sympy.Integer(0)) * (1 - _exact(self._methods_share))
@@ -246,7 +248,7 @@ class Formula:
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
             sums.append(several * summed / pp * one / BUCKET_BYTES)
-        parts = {"gradient sums": self._beside(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
+        parts = {"gradient sums": self._exposed_s(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
         if self.zero and self.totals.cut and not self.totals.gathers:
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
             beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
@@ -258,16 +260,16 @@ class Formula:
                     cut.number * self._collective(kind, "_".join(axes), self.of(cut.size) / cut.number * _exact(share))
                     for axes, cut in self.totals.cut.items()
                 ]
-                parts[f"{self._mesh.data_axis} {kind}"] = self._beside(times / pp * sympy.Add(*seconds), beside / 2)
+                parts[f"{self._mesh.data_axis} {kind}"] = self._exposed_s(times / pp * sympy.Add(*seconds), beside / 2)
         return parts
 
     @property
     def _methods_share(self) -> float:
-        """Share of the bytes of trained parameters that `dp_sync` methods exchange."""
+        """Bytes of the parameters that `dp_sync` methods synchronize, as a share of all trained parameters."""
         return float(sum(one.size_bytes for one in self.methods))
 
     def _methods(self) -> dict[str, sympy.Expr]:
-        """Return {"dp_sync": seconds per step} of the methods that replace the all-reduce, or {} without one."""
+        """Return {"dp_sync": seconds per step} of the methods that replace the all-reduce; {} without one."""
         axis, several = self.over
         ranks, trained, terms = ranks_of(axis), self.of(self.totals.trained) / pp, list[sympy.Expr]()
         for one in self.methods:
@@ -278,10 +280,11 @@ class Formula:
             terms += [*moved, _exact(one.method.passes(several)) * size / M]
         return {"dp_sync": sympy.Piecewise((0, sympy.Eq(ranks, 1)), (sympy.Add(*terms), True))} if terms else {}
 
-    def _left(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:
-        """Return the share of a gradient that is reduced over an axis once a step.
+    def _reduced_share(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:
+        """Return the share of a parameter's gradient that a rank reduces over an axis once a step.
 
         Args:
+            axis: the axis of the reduction.
             cut: the axes over which ZeRO shards the parameter.
         """
         if not self.zero or not cut:
@@ -290,29 +293,33 @@ class Formula:
         share = _exact(self._methods_share if self.zero == 1 else 0)  # the share that methods receive unsharded
         return left * (1 - share) + share
 
-    def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
+    def _exposed_s(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
         """Return the seconds of communication that do not overlap with compute.
 
-        All buckets but the last can overlap.
+        The last bucket of gradients cannot overlap.
 
         Args:
             moved: seconds of communication.
-            work: seconds of compute that it may overlap with.
+            work: seconds of compute with which it may overlap.
         """
         hidden = self.totals.hidden * self.hardware.overlap
-        return moved - _least(hidden * moved, work) if hidden else moved
+        return moved - _minimum(hidden * moved, work) if hidden else moved
 
-    def _held(self, size: Size) -> sympy.Expr:
-        """Return the bytes of parameters on a rank, from their bytes without ZeRO sharding."""
-        return self.of(size) - self._cut + self._parts
+    def _rank_bytes(self, size: Size) -> sympy.Expr:
+        """Return the bytes of parameters on a rank with ZeRO sharding.
+
+        Args:
+            size: bytes of the parameters on a rank without ZeRO sharding.
+        """
+        return self.of(size) - self._unsharded_bytes + self._shard_bytes
 
     @property
-    def _cut(self) -> sympy.Expr:
-        """Bytes of the unsharded parameters that ZeRO shards."""
+    def _unsharded_bytes(self) -> sympy.Expr:
+        """Bytes of the parameters that ZeRO shards, before sharding."""
         return sympy.Add(*(self.of(cut.size) for cut in self.totals.cut.values())) if self.zero else sympy.Integer(0)
 
     @property
-    def _parts(self) -> sympy.Expr:
+    def _shard_bytes(self) -> sympy.Expr:
         """Bytes of a rank's shards of the parameters that ZeRO shards."""
         sizes = (self.of(cut.size) / _joined(over) for over, cut in self.totals.cut.items())
         return sympy.Add(*sizes) if self.zero else sympy.Integer(0)
@@ -328,45 +335,49 @@ class Formula:
         Activations count once per microbatch in flight under 1F1B: `p` microbatches, or `m` if that is less.
         Interleaved schedules have `1 + (p-1)/pv` times as many in flight (Korthikanti et al. 2022, section 4.2.3).
         """
-        stored, trained = self._held(self.totals.stored) / pp, self._held(self.totals.trained) / pp
+        stored, trained = self._rank_bytes(self.totals.stored) / pp, self._rank_bytes(self.totals.trained) / pp
         more = sympy.Piecewise((1, sympy.Eq(v, 1)), (1 + (pp - 1) / (pp * v), True))
         held = m if self.receives_held is None else self.receives_held
-        flight = sympy.Min(m, pp * more) / pp
+        flight, sent = sympy.Min(m, pp * more) / pp, self._sent_bytes()[0]
         return {
             "parameters": self.versions * stored, "gradients": trained,
             "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,
-            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * self.versions * held * self._sent()[0], True))
-            + self.of(self.totals.trained) / pp * self._remembered,
+            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * self.versions * held * sent, True))
+            + self.of(self.totals.trained) / pp * self._method_state_share,
         }  # fmt: skip
 
     @property
-    def _remembered(self) -> sympy.Expr:
+    def _method_state_share(self) -> sympy.Expr:
         """Bytes of state that `dp_sync` methods keep, per byte of trained parameters."""
         return _exact(sum(float(one.method.state_bytes(one, self.over[1])) for one in self.methods))
 
     def _gathered(self) -> sympy.Expr:
-        """Return the bytes of parameters that stay unsharded for a step, in addition to the rank's shards.
+        """Return the bytes of the unsharded parameters that ZeRO 1 and 2 keep for a step.
 
-        With ZeRO 1, the bytes of their unsharded gradients are included.
+        With ZeRO 1, the bytes of unsharded gradients are included.
         """
-        cut = self._cut if self.zero in (1, 2) else sympy.Integer(0)
-        grads = cut * _exact(self.totals.summed) - self._parts if self.zero == 1 else 0
+        cut = self._unsharded_bytes if self.zero in (1, 2) else sympy.Integer(0)
+        grads = cut * _exact(self.totals.summed) - self._shard_bytes if self.zero == 1 else 0
         return cut * _exact(self.totals.read) + grads
 
     @cached_property
     def memory_bytes(self) -> sympy.Expr:
-        """Peak bytes of a rank. With one microbatch, gradients are allocated while activations are freed."""
+        """Peak bytes of a rank: the sum of `memory_parts`.
+
+        With one microbatch, the backward frees activations while it allocates gradients. Only the larger of the two
+        counts.
+        """
         parts = self.memory_parts
-        less = _least(parts["gradients"], parts["activations"])
+        less = _minimum(parts["gradients"], parts["activations"])
         return sympy.Add(*parts.values()) - sympy.Piecewise((less, sympy.Eq(m, 1)), (0, True))
 
     # Numbers
 
     @cached_property
     def constants(self) -> dict[sympy.Symbol, float]:
-        """{symbol: value} of the hardware's symbols."""
+        """{hardware symbol: value}."""
         hardware = self.hardware
         links = (hardware.link_bytes_per_s, hardware.link_latency_s, hardware.node_link_bytes_per_s,
                  hardware.node_link_latency_s)  # fmt: skip
@@ -379,7 +390,7 @@ class Formula:
 
         Args:
             rows: samples of the global batch.
-            tokens: tokens per sample; None: the number at which the operators were counted.
+            tokens: tokens per sample; None: the reference size, at which the operators were counted.
         """
         per_node = self.hardware.devices_per_node
         inside = {in_node_of(axis): levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in self._names}
@@ -388,8 +399,8 @@ class Formula:
         return {**self.constants, **dict(zip(self.sizes, sizes, strict=True)), **inside}
 
 
-def _least(*of: sympy.Expr) -> sympy.Expr:
-    """Return an unevaluated minimum: sympy takes very long to compare two long sums."""
+def _minimum(*of: sympy.Expr) -> sympy.Expr:
+    """Return a minimum that sympy does not simplify, because simplifying a minimum of long sums is slow."""
     return sympy.Min(*of, evaluate=False)
 
 
@@ -400,8 +411,8 @@ def _joined(axes: tuple[str, ...]) -> sympy.Expr:
 def compiled(formulas: Sequence[Formula]) -> Any:
     """Compile the step time and memory of each formula into one numpy function.
 
-    The function takes the values of the formulas' `sizes` and then of `g_tp`, `g_dp`, ... as numbers or arrays. It
-    returns [step_time_s, memory_bytes, ...], two entries per formula. All formulas must have the same hardware and
+    The arguments of the function are the values of `Formula.sizes`, then of `g_tp`, `g_dp`, ..., as numbers or arrays.
+    It returns [step_time_s, memory_bytes, ...], two entries per formula. All formulas must have the same hardware and
     axes.
     """
     constants, sizes = formulas[0].constants, formulas[0].sizes

@@ -26,12 +26,12 @@ DEFAULT = "a100-80gb-sxm"
 class Hardware:
     """Speeds and capacities of one device, its node, and the links to other devices.
 
-    An efficiency curve is a list of points (amount, share of a rate). Between points, the share is linear in the
+    An efficiency curve is a list of points (amount, share of a peak rate). Between points, the share is linear in the
     logarithm of the amount. The `source` of a curve says whether its large end is measured; the rest is assumed.
 
     Args:
         flops_per_s: dense peak FLOP/s by dtype.
-        matmul_efficiency: share of the peak, by the FLOPs of one matrix product.
+        matmul_efficiency: efficiency curve of one matrix product by its FLOPs, as a share of the peak FLOP/s.
         launch_s: minimum seconds of an operator.
         memory_bytes: capacity of a device.
         memory_bytes_per_s: memory bandwidth.
@@ -39,22 +39,23 @@ class Hardware:
         link_bytes_per_s, link_latency_s: links inside a node: bytes/s per device and direction, seconds per hop of a
             ring.
         node_link_bytes_per_s, node_link_latency_s: links between nodes, in the same units.
-        matmul_half_depth: a product with inner dim `k` runs at `k / (k + matmul_half_depth)` of its curve; 0: no
-            effect.
-        matmul_sustained: share of an isolated product's rate that products sustain in a training step.
-        matmul_unaligned: share of a 16-bit rate if rows of an operand or of the result have an odd number of values,
-            such as a vocabulary of 50,257. If the number is even but no multiple of 8 (16 bytes), the share is raised
-            to the power of two thirds.
-        attention_half_width: fused attention with heads of width `w` runs at `w / (w + attention_half_width)` of its
-            curve, because part of the work per score does not depend on the width.
-        causal_block: causal attention of `s` queries takes `(s + causal_block) / 2s` of full attention. It is the
-            number of queries in a kernel's tile, or more if the work of tiles is uneven.
-        overlap: share of a collective that costs no time if the collective overlaps with compute. Its kernels use a
-            part of a GPU. The share is 0 if the processor that computes also sends.
-        memory_efficiency: share of `memory_bytes_per_s`, by the bytes that an operator reads and writes. Caches reach
-            more than 1. Memory that is new to the process reaches less.
-        in_order_efficiency: share of `memory_bytes_per_s` for pointwise operators on contiguous tensors and for
-            operands of matrix products. Empty: `memory_efficiency`.
+        matmul_half_depth: a product with inner dim `k` reaches `k / (k + matmul_half_depth)` of the rate that the curve
+            gives; 0: no effect.
+        matmul_sustained: rate of matrix products in a training step, as a share of the rate of an isolated product.
+        matmul_unaligned: share of a 16-bit product's rate if rows of an operand or of the result have an odd number of
+            values, such as a vocabulary of 50,257. If the number is even but no multiple of 8 (16 bytes), the share is
+            raised to the power of two thirds.
+        attention_half_width: fused attention with heads of width `w` reaches `w / (w + attention_half_width)` of the
+            rate that the curve gives, because part of the work per score does not depend on the width.
+        causal_block: causal attention of `s` queries takes `(s + causal_block) / 2s` of the time of full attention. It
+            is the number of queries in a kernel's tile, or more if the work of tiles is uneven.
+        overlap: share of a collective that costs no time if the collective overlaps with compute. It is below 1 because
+            collectives use a part of a GPU, and 0 if the processor that computes also sends.
+        memory_efficiency: efficiency curve of an operator by the bytes that it reads and writes, as a share of
+            `memory_bytes_per_s`. The share is above 1 for bytes that are in a cache, and lower for newly allocated
+            memory.
+        in_order_efficiency: curve that replaces `memory_efficiency` for pointwise operators on contiguous tensors and
+            for operands of matrix products. Empty: `memory_efficiency`.
         optimizer_efficiency: share of `memory_bytes_per_s` that the parameter update reaches.
         collectives: {kind of collective: {link field: its value for these collectives}}.
     """
@@ -116,14 +117,14 @@ class Hardware:
         return next(self.flops_per_s[dtype] for dtype in USUAL_DTYPES if dtype in self.flops_per_s)
 
     def known_dtype(self, dtype: str) -> str:
-        """Return `dtype` if the profile has its peak FLOP/s, else the dtype with the lowest peak."""
+        """Return `dtype` if the profile has its peak FLOP/s, otherwise the dtype with the lowest peak."""
         return dtype if dtype in self.flops_per_s else min(self.flops_per_s, key=lambda known: self.flops_per_s[known])
 
     def peak_of(self, flops: Mapping[str, float]) -> tuple[float, str]:
         """Return the peak FLOP/s for a mix of dtypes, and a text that names the dtypes.
 
-        For several dtypes, it is all FLOPs divided by the sum of the seconds that each dtype takes at its own peak,
-        so that no utilisation exceeds 1. Peaks of float32 are those without TF32, which is torch's default.
+        For several dtypes, the peak is all FLOPs divided by the total seconds at each dtype's own peak, so that no
+        utilisation exceeds 1. Peaks of float32 are those without TF32, which is torch's default.
 
         Args:
             flops: {dtype: matrix FLOPs}.
@@ -160,21 +161,25 @@ class Hardware:
     def efficiency(self, flops: float, dtype: str = "") -> float:
         """Return the share of the peak that one matrix product of `flops` FLOPs reaches.
 
-        For another dtype than the usual one, it is the share of a product in the usual dtype that takes as many
-        seconds at its peak.
+        The efficiency curve is that of the usual dtype. In a dtype with half the peak, a product takes as long as a
+        product of twice the FLOPs in the usual dtype. The curve is therefore read at twice the FLOPs.
         """
         return _share(self.matmul_efficiency, flops * self.slowness(dtype)) * self.matmul_sustained
 
     def slowness(self, dtype: str) -> float:
         """Return the peak FLOP/s of the usual dtype (`USUAL_DTYPES`) divided by the peak of `dtype`.
 
-        A small product, or one with a small inner dim, loses a fixed time. In a slower dtype, that time is a smaller
-        share of the total.
+        A small product, or one with a small inner dim, has a fixed overhead in seconds. In a slower dtype, the overhead
+        is a smaller share of the product's seconds.
         """
         return self.matmul_flops_per_s / self.flops_per_s.get(dtype, self.matmul_flops_per_s)
 
     def causal_share(self, queries: float) -> float:
-        """Return the duration of causal attention of `queries` queries as a share of that without a mask."""
+        """Return the duration of causal attention divided by the duration of attention without a mask.
+
+        Args:
+            queries: number of queries.
+        """
         return min(1.0, (queries + self.causal_block) / (2 * queries))
 
     def traffic_time_s(self, size_bytes: float, in_order: bool = False) -> float:
@@ -198,7 +203,10 @@ class Hardware:
         return self.in_order_efficiency if in_order and self.in_order_efficiency else self.memory_efficiency
 
     def links(self, kind: str) -> tuple[float, float, float, float]:
-        """Return bytes/s and seconds per hop inside a node, then both between nodes, for one collective.
+        """Return the link rates of one kind of collective.
+
+        Returns (bytes/s inside a node, seconds per hop inside a node, bytes/s between nodes, seconds per hop between
+        nodes).
 
         Args:
             kind: name of the collective.
@@ -220,7 +228,7 @@ class Hardware:
         """Return the share of its rate that a 16-bit product reaches if its rows are not aligned to 16 bytes.
 
         Args:
-            unaligned: penalty for the row lengths (`autopart.common.matrix_alignment.unaligned`).
+            unaligned: penalty for the row lengths, 0 for aligned rows (`autopart.common.matrix_alignment.unaligned`).
         """
         return self.matmul_unaligned ** (unaligned / MOST_UNALIGNED)
 
@@ -228,7 +236,9 @@ class Hardware:
         self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0, kind: str = "matmul",
         unaligned: int = 0,
     ) -> float:  # fmt: skip
-        """Return the seconds of one matrix product: the longer of compute and memory traffic, plus the launch.
+        """Return the seconds of one matrix product.
+
+        They are those of compute or of memory traffic, whichever is longer, plus the kernel launch.
 
         Args:
             flops: FLOPs of the product.
@@ -241,9 +251,11 @@ class Hardware:
         """
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in self.flops_per_s:
-            raise OptionError(f"hardware profile '{self.name}' has no peak for {dtype}",
-                              why=f"it has {', '.join(self.flops_per_s)}",
-                              hint="one of these, or a copy of the profile with that peak")  # fmt: skip
+            raise OptionError(
+                f"hardware profile '{self.name}' has no peak FLOP/s for {dtype}",
+                why=f"it has peaks for {', '.join(self.flops_per_s)}",
+                hint="use one of these dtypes, or a copy of the profile with a peak for this one",
+            )
         work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops, dtype))
         if depth:
             work_s *= 1 + self.half_depth(kind, dtype) / depth
@@ -291,7 +303,7 @@ _SHARES = "overlap", "matmul_unaligned"
 class _File:
     """Reader of the JSON file of a hardware profile.
 
-    Its methods raise OptionError if the file is not a valid profile. The error names the number and the path.
+    Its methods raise OptionError if the file is not a valid profile. The error names the invalid entry and the path.
     """
 
     where: str

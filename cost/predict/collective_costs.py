@@ -1,12 +1,12 @@
 """Alpha-beta costs of collectives as sympy expressions: rings on links inside and between nodes.
 
 A group of n = g k ranks has g ranks in each of k nodes. An all-reduce is a reduce-scatter inside the nodes, an
-all-reduce of each rank's shard (S / g) across nodes, and an all-gather inside. With k = 1 or g = 1 this is one
-ring on one kind of link.
+all-reduce of each rank's shard (S / g) across nodes, and an all-gather inside the nodes. If k = 1 or g = 1, it is one
+ring over links of one kind.
 
-Symbols: `n`, `g`, `k`; `S` bytes of the full array; `B` bytes/s per rank and direction and `alpha` seconds per
-hop inside a node, `B_node` and `alpha_node` between nodes. Bandwidth terms as in nccl-tests' PERFORMANCE.md;
-latency terms as in Thakur et al. 2005.
+Symbols: `n`, `g`, `k`; `S` bytes of the full array; `B` bytes/s per rank and direction and `alpha` seconds per hop
+inside a node, `B_node` and `alpha_node` between nodes. Bandwidth terms are those of nccl-tests' PERFORMANCE.md, latency
+terms those of Thakur et al. 2005.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class CommParameter(NamedTuple):
         summed: bytes of the reduced gradient per byte stored.
         kind: grouping key. Only parameters with equal keys share a bucket.
         in_order: True if the full parameter is its shards concatenated.
-        is_summed: True if its gradient is reduced over other axes than those of its shards.
+        is_summed: True if a collective reduces its gradient over at least one axis.
         keeps_full_gradient: True if it is sharded and a data-parallel method receives its unsharded gradient.
     """
 
@@ -54,9 +54,9 @@ class GradientBucket(NamedTuple):
         part_bytes: the result of the reduction, which becomes this rank's shard.
         gather_bytes: buffers of the all-gather of the parameters.
         scatters: True if the unsharded gradients are freed after the reduction.
-        each: True if the bucket is reduced after every microbatch.
+        each: True if the bucket is reduced after every microbatch, False if once a step.
         kept_bytes: the accumulated gradients, if they are accumulated in a higher precision.
-        max_in_flight: maximum number of buckets whose reduction runs at the same time.
+        max_in_flight: maximum number of buckets whose reductions run at the same time.
     """
 
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ class WeightGroup(NamedTuple):
         whole_bytes: the unsharded weights.
         received_bytes: input and output buffer of the all-gather.
         opening_bytes: both buffers, and the unsharded weights if they are copied out of the output buffer.
-        grad_bytes: the buffer from which their gradients are reduce-scattered.
+        grad_bytes: the buffer from which the gradients are reduce-scattered.
     """
 
     names: tuple[str, ...]
@@ -143,7 +143,7 @@ def reduce_scatter_buckets(
 def _sent_copy(weights: Sequence[CommParameter]) -> float:
     """Return the bytes of the input buffer of an all-gather of these weights.
 
-    A single shard that is not cast is sent without a copy and needs no buffer.
+    The all-gather of a single shard that is not cast needs no input buffer: it sends the shard itself.
     """
     is_copied = len(weights) > 1 or weights[0].read != 1
     return sum(one.part_bytes * one.read for one in weights) if is_copied else 0
@@ -156,10 +156,11 @@ class MemoryEvent(NamedTuple):
 
     - "takes": allocates `size` bytes (or frees them, if negative).
     - "peak": records the current memory plus `size` bytes.
-    - "ahead": prefetched weights occupy `size` bytes from now on.
+    - "ahead": sets the bytes of prefetched weights to `size`.
     - "sends": a reduction of gradients starts, with a flat buffer of `size` bytes and `part` bytes of this rank's
       shards.
-    - "gives": the gradient of `name` is complete. Later microbatches add `size` bytes of it to the existing gradient.
+    - "gives": the gradient of `name` is complete. A later microbatch adds `size` bytes of it to the existing gradient
+      and frees them.
     """
 
     kind: Literal["takes", "peak", "ahead", "sends", "gives"]
@@ -175,7 +176,7 @@ class StageCommBuffers:
     Args:
         sent: the buckets of gradients that it reduces.
         rows: the groups of weights that it gathers, in the order of their use.
-        prefetch: number of groups that are gathered ahead.
+        prefetch: number of groups that it gathers ahead of their use.
     """
 
     sent: tuple[GradientBucket, ...] = ()
@@ -212,8 +213,8 @@ class StageCommBuffers:
 def received_bytes(stages: Iterable[StageCommBuffers]) -> int:
     """Return a rank's peak bytes of all-gather buffers, for parameters that stay unsharded for a step.
 
-    One bucket is gathered while the bucket before it arrives (`NUM_PREFETCHED` in the runtime), so the peak is the
-    largest sum of two consecutive buckets.
+    The runtime starts the all-gather of a bucket before the all-gather of the previous bucket has ended
+    (`NUM_PREFETCHED`). The peak is therefore the largest sum of two consecutive buckets.
 
     Args:
         stages: the stages that the rank runs.
@@ -231,7 +232,7 @@ def backward_peaks(
 ) -> tuple[float, float]:  # fmt: skip
     """Return the peak bytes of the first backward of a step, and of later backwards of the step.
 
-    The bytes are those of gradients and saved tensors. Gradients that are reduced once a step are sent in the last
+    The bytes are those of gradients and saved tensors. Gradients that are reduced once a step are reduced in its last
     backward.
 
     Args:
@@ -280,7 +281,11 @@ class _MemoryTracker:
                       for name in sent.names}  # fmt: skip
 
     def run(self, events: Sequence[MemoryEvent]) -> tuple[float, float]:
-        """Return the peak bytes, and the peak bytes without weight gradients that earlier microbatches left."""
+        """Return the peak bytes of a first and of a later backward of a step.
+
+        A later backward frees each weight gradient after adding it to the accumulated gradient. Gradients that earlier
+        backwards accumulated are not included.
+        """
         for kind, size, part, name in events:
             if kind == "takes":
                 self.now += size
@@ -317,7 +322,7 @@ class _MemoryTracker:
     def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, max_in_flight: int) -> None:
         """Copy gradients into a flat buffer and start their reduction.
 
-        If `max_in_flight` reductions run already, the earliest of them must end first.
+        If `max_in_flight` reductions already run, it first waits for the earliest of them.
 
         Args:
             flat_bytes: the flat buffer.

@@ -1,7 +1,7 @@
 """Seconds and bytes per step of the data-parallel methods (`dp_sync`) that replace the all-reduce.
 
 A method reports its collectives, its passes over memory and its state (`autopart.ir.run.sync_option.SyncMethod`). The
-functions below turn these into seconds and bytes on a mesh and hardware.
+functions below convert these to seconds and bytes on a mesh and hardware.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class Transfer(Exchange):
 
 
 def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) -> list[Transfer]:
-    """Return the collectives that a data-parallel method runs in a step, or none on one rank.
+    """Return the collectives that a data-parallel method runs in a step; none if there is only one rank.
 
     Args:
         of: the method and the sizes of its parameters, which may be sympy expressions.
-        num_ranks: data-parallel ranks: a number or a sympy expression.
-        several: number of ranks if `num_ranks` is an expression. It determines how many neighbours a rank has.
+        num_ranks: number of data-parallel ranks, which may be a sympy expression.
+        several: number of ranks as an integer, if `num_ranks` is an expression. A rank's number of neighbours depends
+            on it.
     """
     if num_ranks == 1:
         return []
@@ -54,8 +55,7 @@ def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) 
 def carried(method: SyncMethod, sizes: Iterable[tuple[float, int, tuple[int, ...]]]) -> MethodParameters:
     """Return the total bytes of the parameters that a data-parallel method synchronizes.
 
-    The result has the bytes of the rank's shards, of the compressed form that the rank sends, and of low-rank
-    factors.
+    The result counts the rank's shards, the compressed data that the rank sends, and low-rank factors.
 
     Args:
         method: the method that replaces the gradient all-reduce.
@@ -72,14 +72,14 @@ def carried(method: SyncMethod, sizes: Iterable[tuple[float, int, tuple[int, ...
 def by_method(
     parameters: Mapping[str, Parameter], sizes: Mapping[str, float], names: Iterable[str], dp_sync: SyncOption
 ) -> list[MethodParameters]:
-    """Group parameters by the `dp_sync` method that replaces the gradient all-reduce, and add up bytes.
+    """Return the bytes of parameters for each `dp_sync` method that replaces the gradient all-reduce.
 
     Parameters without a gradient, and parameters whose gradients are all-reduced, are left out.
 
     Args:
         parameters: {name: parameter} of a cost table.
         sizes: {name in the table: bytes of the parameter}.
-        names: names in the table.
+        names: the parameters to count, by name in the table.
     """
     rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:
@@ -91,7 +91,7 @@ def by_method(
 
 
 def shares(table: Table, dp_sync: SyncOption) -> tuple[MethodParameters, ...]:
-    """Return the bytes that each `dp_sync` method exchanges, per byte of trained parameters."""
+    """Return the bytes that each `dp_sync` method exchanges, per byte of the model's trained parameters."""
     sizes = {name: float(parameter.size.value) for name, parameter in table.parameters.items()}
     total = math.fsum(sizes[name] for name in table.held.values() if table.parameters[name].trained)
     of_methods = by_method(table.parameters, sizes, table.held.values(), dp_sync)
@@ -110,7 +110,7 @@ def sync_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware
 
 
 def exact_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
-    """Return the seconds per step if a collective reduces the gradients of a method's parameters instead.
+    """Return the seconds per step of a collective that reduces gradients instead of a `dp_sync` method.
 
     Args:
         of: the method and the sizes of its parameters.
@@ -126,11 +126,11 @@ def break_even_bytes_per_s(
 ) -> float | None:
     """Return the link bandwidth below which a data-parallel method is faster than the exact reduction.
 
-    The bandwidth is in bytes/s per rank, between nodes, or inside a node if all ranks are in one. Returns None if the
-    method is always slower or always faster.
+    The bandwidth is in bytes/s per rank. It is that of links between nodes, or inside a node if all ranks are in one
+    node. Returns None if the method is always slower or always faster.
 
-    In the model of `collective_costs`, the bandwidth is (bytes_exact - bytes) / (seconds of passes + difference of
-    the latencies).
+    In the model of `collective_costs`, the bandwidth is (bytes_exact - bytes) / (seconds of passes + difference of the
+    latencies).
 
     Args:
         of: the method and the sizes of its parameters.

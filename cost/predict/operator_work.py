@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     ep: Any = 1
 
     def scale(self, powers: Exponents) -> Any:
-        """Return `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep`, each to the power of its exponent, multiplied."""
+        """Return `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep`, raised to their exponents and multiplied."""
         ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep
         return self.b**powers.b * self.s**powers.s / ranks
 
@@ -58,7 +58,7 @@ them counts."""
 
 
 def chosen_ranks(mesh: Mesh) -> dict[str, int]:
-    """Return {"tp": ranks, "cp": ranks, "ep": ranks} of a mesh, for the axes in `CHOSEN`.
+    """Return the number of ranks of a mesh on each axis of `CHOSEN`.
 
     >>> chosen_ranks(Mesh.parse("dp2,cp4"))
     {'tp': 1, 'cp': 4, 'ep': 1}
@@ -70,7 +70,8 @@ def chosen_ranks(mesh: Mesh) -> dict[str, int]:
 class Size:
     """A polynomial in samples `b`, tokens `s`, `1 / tp`, `1 / cp` and `1 / ep`.
 
-    It stores each term's exponents, and the term's value at the reference sizes, at which the operator was counted.
+    An operator is counted at reference sizes. The polynomial stores the exponents of each term, and the value of each
+    term at the reference sizes.
 
     >>> x = Size.of(12.0, Exponents(1, 1, 0)) + Size.of(4.0, Exponents(0, 0, 1))
     >>> x.value, x.at(Sizes(2.0, 3.0, 0.5))
@@ -101,7 +102,8 @@ class Size:
         """Return the value of the polynomial at other sizes.
 
         Args:
-            times: factors on the reference sizes, such as `Sizes(2.0, 3.0)`: twice the samples, 3 times the tokens.
+            times: the sizes as multiples of the reference sizes. `Sizes(2.0, 3.0)`: twice the samples, 3 times the
+                tokens.
         """
         return sum((value * times.scale(powers) for powers, value in self.terms), 0)
 
@@ -119,9 +121,9 @@ SAME = Sizes()
 class Work(NamedTuple):
     """One kernel or collective of an operator.
 
-    A roofline model gives its seconds. Matrix products take the longer of their FLOPs and their memory traffic. All
-    other kernels take their memory traffic. The launch latency is added to both. Collectives follow the alpha-beta
-    model.
+    A roofline model gives the seconds of kernels. Matrix products take the seconds of their FLOPs or of their memory
+    traffic, whichever is longer. All other kernels take the seconds of their memory traffic. The launch latency is
+    added to both. Collectives follow the alpha-beta model.
 
     Args:
         kind: "matmul", "attention" or "other" (memory traffic alone), or the primitive of a collective over `axis`.
@@ -133,8 +135,8 @@ class Work(NamedTuple):
         depth: inner dim of a matrix product, or head width of attention.
         unaligned: penalty for the row lengths of a 16-bit product (`autopart.common.matrix_alignment.unaligned`).
         in_order: True for pointwise arithmetic on contiguous tensors.
-        causal: number of queries of causal attention, whose kernel skips masked keys. Its FLOPs count all keys, as
-            torch and publications count them.
+        causal: number of queries of causal attention, whose kernel skips masked keys. Its FLOPs count all keys, as in
+            torch and publications.
     """
 
     kind: str
@@ -158,7 +160,7 @@ class Work(NamedTuple):
         """Return the seconds of the kernel or collective on one rank.
 
         Args:
-            times: factors on the sizes at which the kernels were counted.
+            times: the sizes as multiples of the reference sizes, at which operators were counted.
         """
         size = float(self.size.at(times))
         if self.axis:
@@ -179,7 +181,7 @@ class Work(NamedTuple):
         """Return the bytes that a rank sends in a collective, or 0 for a kernel.
 
         Args:
-            times: factors on the sizes at which the kernels were counted.
+            times: the sizes as multiples of the reference sizes, at which operators were counted.
         """
         if not self.axis:
             return 0.0
@@ -187,10 +189,11 @@ class Work(NamedTuple):
 
 
 def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> dict[str, float]:
-    """Return {dtype: matrix FLOPs} of kernels, given as pairs (kernel, number of runs).
+    """Return {dtype: matrix FLOPs} of kernels.
 
     Args:
-        times: factors on the sizes at which the kernels were counted.
+        works: pairs (kernel, number of runs).
+        times: the sizes as multiples of the reference sizes, at which operators were counted.
     """
     flops: dict[str, float] = {}
     for work, count in works:
@@ -204,11 +207,11 @@ def gradient_sum_s(
 ) -> float:
     """Return the seconds to reduce gradients of `size_bytes` bytes in buckets.
 
-    An all-reduce works in place. A reduce-scatter of gradients, or an all-gather of parameters, copies into and out
-    of a flat bucket.
+    An all-reduce works in place. A reduce-scatter of gradients, or an all-gather of parameters, copies into and out of
+    a flat bucket.
 
     Args:
-        groups: the groups of ranks that reduce one after another, each as (axis, ranks, stride in ranks).
+        groups: groups of ranks, each as (axis, ranks, stride in ranks). They reduce one after another.
         kind: "all_reduce", "reduce_scatter" or "all_gather".
     """
     whole, rest = divmod(size_bytes, BUCKET_BYTES)
@@ -221,9 +224,10 @@ def gradient_sum_s(
 
 
 def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:
-    """Return the seconds of AdamW's update of `size_bytes` bytes of parameters.
+    """Return the seconds to update `size_bytes` bytes of parameters with AdamW, and to make a copy.
 
-    The seconds of a copy of `copied_bytes` bytes are added.
+    Args:
+        copied_bytes: bytes of the copy.
     """
     updated = OPTIMIZER_TRAFFIC * size_bytes / hardware.optimizer_efficiency
     return (updated + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s

@@ -12,7 +12,7 @@ from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 
 @dataclass(frozen=True)
 class RunSetting:
-    """The mesh, schedule and options for which a training step of a cost table's model is predicted.
+    """The mesh, schedule and options for which a training step is predicted from a cost table.
 
     Args:
         rows: samples of the global batch.
@@ -23,16 +23,16 @@ class RunSetting:
             this hardware.
         scatter_sends: True if ranks of `tp` with replicated values each send a shard to the next stage, which gathers
             the shards (Narayanan et al. 2021, section 4.1). None: if it is cheaper.
-        overlap_sends: True if sends between stages overlap with compute. None: as in the runtime, whose schedules
-            with several stages per rank overlap them.
+        overlap_sends: True if sends between stages overlap with compute. None: as in the runtime, where sends overlap
+            in schedules with several stages per rank.
         fused_sums: True if gradients of weights are accumulated by the products that compute them (Megatron-LM's
             gradient accumulation fusion).
-        receives_held: number of microbatches for which a stage has receive buffers at a time. None: all, as in
-            torch's pipelining.
-        cuts: stage boundaries, each the index of a stage's first operator. None: balanced stages.
-        tokens: tokens per sample. None: those at which the table was counted.
-        prefetch: number of blocks that ZeRO-3 gathers ahead.
-        dp_sync: what data-parallel ranks exchange.
+        receives_held: number of microbatches for which a stage has receive buffers at a time. None: all, as in torch's
+            pipelining.
+        cuts: stage boundaries: the index of the first operator of each stage after the first. None: balanced stages.
+        tokens: tokens per sample. None: the tokens for which the table was counted.
+        prefetch: number of blocks that ZeRO-3 gathers ahead of their use.
+        dp_sync: how data-parallel ranks synchronize gradients or models.
     """
 
     mesh: Mesh

@@ -38,9 +38,9 @@ class BoundaryBytes(NamedTuple):
         return self.alike if scatters and mesh.tensor_parallel_size > 1 else 0.0
 
     def time_s(self, mesh: Mesh, hardware: Hardware, scatters: bool) -> float:
-        """Return the seconds to send the values to the next stage, with their all-gather if sent as shards.
+        """Return the seconds to send the values to the next stage. An all-gather of shards is included.
 
-        The gradients take as long on their way back. The stage that sent the values then gathers the gradients.
+        The gradients take as long on their way back. They are gathered by the stage that sent the values.
 
         Args:
             scatters: True if replicated values are sent as shards.
@@ -53,9 +53,7 @@ class BoundaryBytes(NamedTuple):
 
 
 def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int, float, float]:
-    """Return (count, bytes that a rank sends, seconds) of the all-gather of values received as shards.
-
-    The count is 1.
+    """Return (1, bytes that a rank sends, seconds) of one all-gather of values that were sent as shards.
 
     Args:
         size_bytes: bytes of the full values.
@@ -65,7 +63,11 @@ def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int,
 
 
 def scatter_is_cheaper(crossings: Iterable[BoundaryBytes], mesh: Mesh, hardware: Hardware) -> bool:
-    """Return True if sending shards takes less time than sending full tensors, over all stage boundaries."""
+    """Return True if sending shards takes less time in total than sending full tensors.
+
+    Args:
+        crossings: bytes that each stage boundary sends.
+    """
     with_alike = [crossing for crossing in crossings if crossing.alike]
     whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in with_alike) for scatters in (False, True))
     return parts < whole
@@ -80,9 +82,9 @@ def load_per_byte(loads: np.ndarray, dtype: str, mesh: Mesh, hardware: Hardware)
     """Return the forward FLOPs that a rank could run while one byte crosses a stage boundary.
 
     In the steady state of 1F1B, a stage exchanges an activation and its gradient with each neighbour once per
-    microbatch, in one step (PipeDream, arXiv:1806.03377, section 3.2). So each boundary of a stage exposes one
-    transfer per microbatch, in addition to the compute of a forward and a backward. The latency is left out, because
-    it does not depend on the position of a boundary.
+    microbatch, in one step (PipeDream, arXiv:1806.03377, section 3.2). So each boundary of a stage adds one transfer
+    per microbatch to the compute of a forward and a backward. The latency is left out, because it does not depend on
+    the position of a boundary.
 
     Args:
         loads: array of the forward FLOPs of each operator, of one microbatch on a rank.

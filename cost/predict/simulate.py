@@ -42,9 +42,9 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Prediction of one training step, including AdamW's update. Print it for a table.
+    """Prediction of one training step, including AdamW's update. Its text (`print`) is a table.
 
-    Seconds and bytes are of one rank. Ranks that differ on `dp` or `tp` alone have the same values.
+    Seconds and bytes are those of one rank. Ranks that differ only on `dp` or `tp` have the same values.
 
     Args:
         timeline: the actions of each `pp` coordinate over time.
@@ -84,7 +84,7 @@ class Simulation:
 
     @property
     def tflops_per_device(self) -> float:
-        """Model TFLOP/s per device: FLOPs of the forward, and twice as many for the backward."""
+        """Model TFLOP/s per device. The backward counts twice the FLOPs of the forward."""
         return self.model_flops / self.num_devices / self.step_time_s / 1e12
 
     @property
@@ -136,9 +136,9 @@ class Simulation:
 def simulate(plan: Plan) -> Simulation:
     """Predict a training step of a plan on the hardware that the plan was made for.
 
-    The schedule's actions are those that the runtime executes. `plan.timing` has their durations. As in the runtime,
-    gradient reduction overlaps with the last backward, except for the last bucket, and weights are prefetched. The
-    hardware profile has the share of an overlapped collective that costs no time.
+    The schedule's actions are those that the runtime executes, with durations from `plan.timing`. As in the runtime,
+    weights are prefetched, and gradient reduction overlaps with the last backward, except for the last bucket. The
+    field `overlap` of the hardware profile is the share of an overlapped collective that costs no time.
 
     Raises PlanError for a plan without `timing`.
 
@@ -148,7 +148,7 @@ def simulate(plan: Plan) -> Simulation:
     """
     if not plan.timing:
         raise PlanError(
-            "the plan has no 'timing'", why="the durations of its stages are part of a plan that autopart has made",
+            "the plan has no 'timing'", why="a plan that autopart has made stores the durations of its stages there",
             hint="make the plan again with autopart.plan(...), or keep this entry in the file",
         )  # fmt: skip
     return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
@@ -199,9 +199,9 @@ def schedule_notes(
     timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]], step: Simulation,
     hardware: Hardware,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return a note for a 1F1B plan if a schedule whose sends overlap with compute is faster.
+    """Return a note for a 1F1B plan if a schedule that overlaps sends with compute is faster.
 
-    No note is given if the sent values are so small that latency dominates.
+    Returns no note if the sent values are so small that latency dominates.
 
     Args:
         timing: durations of each stage and rank (`Plan.timing`).

@@ -1,4 +1,4 @@
-"""Partition of a sequence of operators into stages so that the slowest stage is as fast as possible."""
+"""Partition of a sequence of operators into pipeline stages, such that the slowest stage is fast."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 from autopart.cost.predict.table_rows import Parameter
 
 MAX_IMBALANCE = 0.1
-"""Maximum load of a stage, as its excess over the least possible load of the most loaded stage. The cost of sends does
-not change this limit."""
+"""Maximum share by which a stage load exceeds the largest load of the most even partition. The cost of sends does not
+change this limit."""
 
 TIME_TOLERANCE = 0.015
 """Share by which the slowest stage may exceed the optimum, if the partition then sends less or is more even."""
 
 BOUND = 1.018
-"""Maximum time of the slowest stage, as a multiple of the lower bound, if the optimum is below this maximum."""
+"""Further limit on the time of the slowest stage, as a multiple of its lower bound. Applies if the optimum is less."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Partition:
     Args:
         cuts: `cuts[k]` is the index of the first operator of stage k + 1.
         loads: load of every stage.
-        lower_bound: the larger of the mean load of a stage and the largest load of an operator. No partition has a
-            most loaded stage below it.
-        least_load: load of the most loaded stage of the most even partition.
+        lower_bound: lower bound of the largest stage load: the mean load of a stage, or the largest load of an operator
+            if that is larger.
+        least_load: largest stage load in the most even partition.
     """
 
     cuts: tuple[int, ...]
@@ -47,11 +47,11 @@ def balance(
     begins: Set[int] = frozenset(),
     send_cost: float = 0.0,
 ) -> Partition | None:
-    """Return a partition with nearly the fastest slowest stage, which sends little and is even.
+    """Return an even partition that sends little and whose slowest stage is nearly as fast as possible.
 
-    The time of a stage is its load plus `send_cost` times the bytes that it receives and sends. Among partitions
-    whose most loaded stage is within `MAX_IMBALANCE` of the least possible, the minimum time of the slowest stage is
-    exact. Among partitions within `TIME_TOLERANCE` of this minimum, the function returns one that is even and sends
+    The time of a stage is its load plus `send_cost` times the bytes that it receives and sends. The largest stage load
+    is at most `MAX_IMBALANCE` above the least possible. Under this limit, the function computes the least time of the
+    slowest stage exactly. Among partitions within `TIME_TOLERANCE` of this time, it returns one that is even and sends
     little. If one operator exceeds the mean load of a stage, the other stages are still made even: this shortens the
     fill and drain of the pipeline, and balances ranks with several stages.
 
@@ -80,7 +80,7 @@ def balance(
     # A stage that spans a required beginning gets a load above the total: `start` exceeds `end` at beginnings.
     across = 2 * float(total[-1]) + 1
     end, start = load + across * np.concatenate(([0], begun[:-1])), load + across * begun
-    least = _min_max(end, start, num_stages)
+    least = _least_max_load(end, start, num_stages)
     if least >= across:
         return None
     bound = float(max(total[-1] / num_stages, max(weights, default=0.0)))
@@ -93,11 +93,11 @@ def balance(
     return Partition(cuts, loads, bound, least)
 
 
-def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
-    """Return the least possible load of the most loaded stage.
+def _least_max_load(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
+    """Return the largest stage load of the most even partition.
 
-    This is a dynamic program over the number of stages and the position, each step a bisection. A stage from position
-    a to position b has the load `end[b] - start[a]`.
+    Position i is the i-th place where a stage may begin or end. A stage from position a to position b has the load
+    `end[b] - start[a]`. A dynamic program adds one stage at a time, and finds the best start of the stage by bisection.
     """
     heaviest = end.copy()  # one stage up to each position
     for _ in range(num_stages - 1):
@@ -114,7 +114,7 @@ def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
 
 
 class _Stages:
-    """Candidate stages between allowed boundary positions, and dynamic programs that choose among them.
+    """Dynamic programs that choose stages between positions, at which a stage may begin or end.
 
     Args:
         shares: load of all operators before each position, as a multiple of the mean load of a stage.
@@ -133,29 +133,29 @@ class _Stages:
     def evenest(self, least_load: float, bound: float) -> list[int]:
         """Return the positions of the stage boundaries of an even partition that sends little.
 
-        It has the least cost: half the sum of squares of the stages' loads, plus the bytes that boundaries send,
-        relative to those of the median boundary. No stage may take more than `TIME_TOLERANCE` longer than the slowest
-        stage of the fastest partition.
+        The function minimizes a cost. Each stage adds half the square of its load. Each boundary adds the bytes that it
+        sends, divided by the median bytes of a boundary. Partitions are excluded if their slowest stage takes more than
+        `TIME_TOLERANCE` longer than that of the fastest partition.
 
         Args:
-            least_load: load of the most loaded stage of the most even partition.
-            bound: lower bound of the load of the most loaded stage.
+            least_load: largest stage load in the most even partition.
+            bound: lower bound of the largest stage load.
         """
         max_load = least_load * (1 + MAX_IMBALANCE)
-        quickest = self._quickest(max_load) if self.send.any() else least_load
+        quickest = self._least_max_time(max_load) if self.send.any() else least_load
         limit = quickest * (1 + TIME_TOLERANCE)
         if quickest <= bound * BOUND:
             limit = min(limit, bound * BOUND)
-        first, time = self._times(min(limit, max_load))
+        first, time = self._stage_times(min(limit, max_load))
         often, widest = float(np.median(self.sent[1:-1])) or 1.0, time.shape[1]
         uneven = np.where(
-            time <= limit * (1 + 1e-12), (self.shares[:, None] - _before(self.shares, widest)) ** 2 / 2, np.inf
+            time <= limit * (1 + 1e-12), (self.shares[:, None] - _preceding(self.shares, widest)) ** 2 / 2, np.inf
         )
         cost = np.where(first <= limit * (1 + 1e-12), self.shares**2 / 2, np.inf)
         chosen: list[np.ndarray] = []
         every = np.arange(len(self.end))
         for _ in range(self.num_stages - 1):
-            costs = _before(cost + self.sent / often, widest) + uneven
+            costs = _preceding(cost + self.sent / often, widest) + uneven
             chosen.append(costs.argmin(1))
             cost = costs[every, chosen[-1]]
         cuts, place = [], len(self.end) - 1
@@ -164,36 +164,36 @@ class _Stages:
             cuts.append(place)
         return cuts[::-1]
 
-    def _quickest(self, max_load: float) -> float:
-        """Return the least time of the slowest stage, among partitions with loads of at most `max_load`."""
-        slowest, time = self._times(max_load)
+    def _least_max_time(self, max_load: float) -> float:
+        """Return the least possible time of the slowest stage, if no stage has a load above `max_load`."""
+        slowest, time = self._stage_times(max_load)
         for _ in range(self.num_stages - 1):
-            slowest = np.maximum(_before(slowest, time.shape[1]), time).min(1)
+            slowest = np.maximum(_preceding(slowest, time.shape[1]), time).min(1)
         return float(slowest[-1])
 
-    def _times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times of first stages, and of stages between two positions.
+    def _stage_times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the times of all possible stages.
 
-        The first result is an array of shape [positions]: the time of a first stage that ends at each position. The
-        second has the shape [positions, starts]: the time of a stage by its end and its start, with starts as in
-        `_before`. A stage with a load above `max_load` has infinite time.
+        The first result has shape [positions]: the time of a first stage that ends at each position. The second result
+        has shape [positions, widest]. Its entry [i, j] is the time of a stage that ends at position i and starts at
+        position `i - widest + j`. A stage with a load above `max_load` has infinite time.
         """
         max_load *= 1 + 1e-12
         every = np.arange(len(self.end))
         widest = int((every - np.searchsorted(self.start, self.end - max_load, side="left")).max())
-        able = self.end[:, None] - _before(self.start, widest, -np.inf) <= max_load
-        time = (self.end + self.send)[:, None] - _before(self.start - self.send, widest)
+        able = self.end[:, None] - _preceding(self.start, widest, -np.inf) <= max_load
+        time = (self.end + self.send)[:, None] - _preceding(self.start - self.send, widest)
         first = np.where((self.end <= max_load) & (every > 0), self.end + self.send, np.inf)
         return first, np.where(able, time, np.inf)
 
 
-def _before(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray:
-    """Return, for each position, the values at the `widest` positions before it, the nearest last.
-
-    The result is a view of shape [positions, widest].
+def _preceding(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray:
+    """Return a view of shape [positions, widest]: entry [i, j] is the value at position `i - widest + j`.
 
     Args:
-        fill: value before the first position.
+        values: one value per position.
+        widest: number of preceding positions.
+        fill: value for positions below 0.
     """
     return sliding_window_view(np.concatenate((np.full(widest, fill), values)), widest)[: len(values)]
 
@@ -202,7 +202,7 @@ def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, 
     """Return the groups of `pp` coordinates whose ranks share trained parameters (tied parameters).
 
     Args:
-        ranks_hold: for each coordinate, {name of a parameter: its name in `parameters`}.
+        ranks_hold: for each `pp` coordinate, {name of a parameter: its name in `parameters`}.
     """
     names = {name for held in ranks_hold for name, known in held.items() if parameters[known].trained}
     groups = {tuple(pp for pp, held in enumerate(ranks_hold) if name in held) for name in names}

@@ -1,8 +1,8 @@
 """Cost table of a model: its operators, from which a step on any mesh and schedule is predicted.
 
-`autopart.cost.count.tabulate` counts a `Table` once: from the program of a plan, or for the search from a copy of the
-model with few repeated blocks, whose rows represent several operators. `predict` divides it into stages, computes
-their seconds, and simulates the schedule's actions with these seconds.
+`autopart.cost.count.tabulate` builds a `Table` once, from a program. Plans use their own program. The search uses the
+program of a copy of the model with few repeated blocks, in which one row represents several operators. `predict`
+divides the operators into stages, computes the seconds of the stages, and simulates the schedule's actions.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ from autopart.ir.run.sync_option import MethodParameters
 class Table:
     """Cost table of a model: its operators in order, including each of several equal blocks.
 
+    Operators were counted at reference sizes (`b`, `s`, `tp`, `cp`, `ep`).
+
     Args:
         rows: work and memory of the operators of the trace.
         order: all operators of the model as (index into `rows`, module path of the block's list, index of the block).
         parameters: {name: parameter} of the trace.
-        b, s, tp, cp, ep: the reference sizes, at which rows were counted: samples of a microbatch, tokens per sample,
-            and ranks of each axis.
+        b, s, tp, cp, ep: the reference sizes: samples of a microbatch, tokens per sample, and ranks of each axis.
         row_flops: FLOPs of the forward's matrix products per sample.
         input_bytes: bytes of the inputs per sample.
-        prologue: {name: bytes} of values that depend on the call's inputs alone, with `b` as the samples of the
-            global batch.
+        prologue: {name: bytes} of values that depend only on the model's inputs, such as masks. In the bytes, `b` is
+            the number of samples of the global batch.
         buffer_bytes: bytes of all buffers.
         gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
-        hidden_sums: share of gradients that are not in the bucket that completes last; their reduction may overlap
-            with backward.
+        hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap with
+            backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
-        divided: as returned by `cost.count.shard_counts.divided`.
+        divided: result of `cost.count.shard_counts.divided`.
     """
 
     rows: tuple[OperatorRow, ...]
@@ -105,7 +106,7 @@ class Table:
 
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
-        """{(part of a step, kernel or collective): number of runs per microbatch}."""
+        """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}."""
         often_done = Counter[tuple[str, Work]]()
         for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():
@@ -137,17 +138,13 @@ class Table:
         return self.read_by(self.order)
 
     def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """Return {name in the full model: name in `parameters`} of the parameters that these operators read.
-
-        Args:
-            order: operators as in `Table.order`.
-        """
+        """Return {name in the full model: name in `parameters`} of the parameters that operators read."""
         return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 
     @cached_property
     def totals(self) -> Totals:
-        """Sums over all operators, from which the formulas (`Formula`) are made."""
+        """Sums over all operators, from which the closed formulas (`Formula`) are built."""
         held = {name: self.parameters[known] for name, known in self.held.items()}
         trained = [parameter for parameter in held.values() if parameter.trained]
         cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
@@ -189,9 +186,11 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
 
 
 def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
-    """Return the stage boundaries that a plan would have: the first operator of each stage but one.
+    """Return the stage boundaries that a plan would have.
 
-    They balance the loads and sent bytes of one microbatch on a rank. Raises StageError if the model has too few.
+    A boundary is the index of a stage's first operator. The first stage has none. The boundaries balance the loads and
+    sent bytes of one microbatch on a rank. Raises StageError if the model has too few operators at which a stage may
+    begin.
     """
     num_stages, mesh = setting.mesh.size("pp") * setting.schedule.virtual_stages, setting.mesh
     if num_stages == 1:
@@ -206,7 +205,8 @@ def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> t
     partition = balance(loads, sent, num_stages, send_cost=cost)
     if partition is None:
         raise StageError(
-            f"the model cannot be split into {num_stages} stages", why="it has too few positions for stage boundaries"
+            f"the model cannot be split into {num_stages} stages",
+            why="it has too few operators at which a stage can begin",
         )
     return partition.cuts
 
@@ -222,7 +222,7 @@ class TableCost:
 
     @cached_property
     def by_row(self) -> list[dict[str, dict[str, float]]]:
-        """For each row, {part of a step: {kind of work: seconds}}."""
+        """For each row, {part of a step, such as "forward": {kind of work: seconds}}."""
         return [self._row(row) for row in self.table.rows]
 
     @cached_property
@@ -234,19 +234,22 @@ class TableCost:
 
     @cached_property
     def stages(self) -> list[range]:
-        """The indices of each stage's operators. Raises StageError if the model has too few stage boundaries."""
+        """For each stage, the indices of its operators.
+
+        Raises StageError if the model has too few stage boundaries.
+        """
         cuts = self.setting.cuts
         cuts = stage_boundaries(self.table, self.setting, self.hardware) if cuts is None else cuts
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
     def crossing(self, row: OperatorRow) -> BoundaryBytes:
-        """Return the bytes that a stage boundary before this operator sends."""
+        """Return the bytes that a stage boundary before an operator sends."""
         whole = row.crossing if row.crossing is not None else NOTHING
         return BoundaryBytes(float(whole.at(self.times)), float(row.alike.at(self.times)))
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """For each stage, the bytes that it receives in a microbatch."""
+        """For each stage, the bytes that it receives per microbatch."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
         return [BoundaryBytes(0.0, 0.0), *map(self.crossing, starts)]
 
@@ -270,11 +273,13 @@ class TableCost:
 
     @cached_property
     def timing(self) -> dict[str, Any]:
-        """`Plan.timing`: the seconds and FLOPs of a plan that `autopart.simulate` needs.
+        """`Plan.timing`: the seconds and FLOPs that `autopart.simulate` needs.
 
-        It has the peak FLOP/s of a device for the dtypes of its products, `forward_flops` of the model's matrix
-        products on the global batch, and `recomputed_flops` over all ranks. `stages` has one mapping per stage,
-        `ranks` one per `pp` coordinate. Seconds of stages are per microbatch, seconds of ranks are per step.
+        - `peak_flops_per_s`: peak FLOP/s of a device for the dtypes of the model's products
+        - `forward_flops`: FLOPs of the model's matrix products on the global batch
+        - `recomputed_flops`: recomputed FLOPs over all ranks
+        - `stages`: one mapping per stage, with seconds per microbatch
+        - `ranks`: one mapping per `pp` coordinate, with seconds per step
         """
         counts, mesh, microbatches = self.table.counts, self.mesh, self.setting.schedule.microbatches
         forward = ((work, count) for (part, work), count in counts.items() if part == "forward")
@@ -303,13 +308,13 @@ class TableCost:
 
     def is_sent_whole(self, name: str) -> bool:
         """Return True if a `dp_sync` method receives the unsharded gradient of a sharded parameter (ZeRO 1)."""
-        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._parts_over(name)))
+        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
         """Return the axis over which a data-parallel method exchanges a gradient; empty if it is all-reduced."""
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
-    def _parts_over(self, name: str) -> str:
+    def _zero_axis(self, name: str) -> str:
         """Return the flattened axis over which ZeRO shards a parameter; "" if the parameter is unsharded."""
         return self.mesh.joined(self.table.parameters[name].over) if self.is_cut(name) else ""
 
@@ -332,11 +337,14 @@ class TableCost:
         return seconds_by_part
 
     def _works(self, row: OperatorRow) -> Iterator[tuple[str, tuple[Work, ...]]]:
-        """Yield (part of a step, kernels and collectives) of an operator, including ZeRO's, per microbatch."""
+        """Yield the work of an operator for one microbatch, as (part of a step, kernels and collectives).
+
+        ZeRO's collectives and casts of parameters are included.
+        """
         yield from row.works.items()
         zero = self.setting.zero
         for name in row.parameters:
-            parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._parts_over(name)
+            parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._zero_axis(name)
             if parameter.casts and not (is_cut and zero < 3):  # otherwise it is cast once a step
                 cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
@@ -354,10 +362,10 @@ class TableCost:
                     yield "weight_backward", (Work("reduce_scatter", parameter.size * parameter.summed, axis=axis),)
 
     def stage(self, index: int, stage: range) -> dict[str, Any]:
-        """Return the entry of a stage in `Plan.timing`. Seconds and bytes are per microbatch.
+        """Return the entry of stage `index` in `Plan.timing`. Seconds and bytes are per microbatch.
 
         Args:
-            stage: the indices of its operators.
+            stage: the indices of the stage's operators.
         """
         often = Counter(self.table.positions[stage.start : stage.stop].tolist())
         parts: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
@@ -383,7 +391,7 @@ class TableCost:
             {"axis": axis, "kind": kind, "count": int(count), "bytes": round(sent), "seconds": _digits(took)}
             for (axis, kind), (count, sent, took) in moved.items()
         ]
-        self._hide(parts, stage)
+        self._subtract_overlap(parts, stage)
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
         return {
             "stage": index, **shown, "collectives": collectives,
@@ -391,11 +399,11 @@ class TableCost:
             "receives_s": _digits(received.time_s(self.mesh, self.hardware, self.scatters)),
         }  # fmt: skip
 
-    def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
-        """Reduce the seconds of ZeRO's collectives to the seconds that do not overlap with compute.
+    def _subtract_overlap(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
+        """Subtract the seconds of ZeRO's collectives that overlap with compute.
 
-        The collectives of the first block do not overlap. The collectives of the other blocks overlap with as much
-        compute.
+        The collectives of the first block cannot overlap. Those of the other blocks overlap, at most for as long as the
+        stage computes.
 
         Args:
             parts: {part of a step: {kind of work: seconds}}, which is updated.
@@ -427,13 +435,10 @@ class TableCost:
 
     def local_bytes(self, name: str) -> float:
         """Return the bytes of a rank's shard of a parameter. `name` is its name in the table."""
-        return self._bytes_before_zero(name) / self.mesh.size(self._parts_over(name))
+        return self._bytes_before_zero(name) / self.mesh.size(self._zero_axis(name))
 
     def sent_bytes(self, name: str) -> float:
-        """Return the bytes of a gradient that a rank reduces once a step, or passes to a `dp_sync` method.
-
-        The bytes are in the parameter's dtype.
-        """
+        """Return the bytes of a gradient that is reduced or synchronized once a step, in the stored dtype."""
         return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
 
     def _bytes_before_zero(self, name: str) -> float:
@@ -448,23 +453,24 @@ class TableCost:
         return self._bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
 
     def whole_bytes(self, name: str) -> float:
-        """Return the bytes of a parameter that ZeRO 1 and 2 keep unsharded for a step; 0 for other parameters."""
+        """Return the bytes of an unsharded parameter if ZeRO 1 or 2 keeps it unsharded for a step, else 0."""
         return self.read_bytes(name) if self.is_cut(name) and self.setting.zero < 3 else 0.0
 
-    def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
+    def once(self, parameters: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
         """Return a rank's entry in `Plan.timing`: the seconds of its work once a step.
 
-        The first argument maps the rank's parameters to their names in the table. `everywhere` has the names of the
-        parameters at each `pp` coordinate.
+        Args:
+            parameters: {parameter of the rank: its name in the table}.
+            everywhere: for each `pp` coordinate, the names of its rank's parameters.
         """
-        sums = self._sums(held, everywhere)
+        sums = self._reduced_bytes(parameters, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
-        trained = sum(map(self.gradient_bytes, held.values()))
-        copied = (self.versions - 1) * sum(map(self.local_bytes, held.values()))
-        methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
+        trained = sum(map(self.gradient_bytes, parameters.values()))
+        copied = (self.versions - 1) * sum(map(self.local_bytes, parameters.values()))
+        methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(parameters))
         gathers_s = 0.0
-        for axis in sorted(set(map(self._parts_over, held.values()))):
-            stored_there = [known for known in held.values() if self._parts_over(known) == axis]
+        for axis in sorted(set(map(self._zero_axis, parameters.values()))):
+            stored_there = [known for known in parameters.values() if self._zero_axis(known) == axis]
             ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
             if self.setting.zero == 1:
                 scattered = sum(self.summed_bytes(known) for known in stored_there
@@ -483,7 +489,7 @@ class TableCost:
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """Number of ranks of a data-parallel method, and the distance in ranks between neighbours."""
+        """Number of data-parallel ranks of a `dp_sync` method, and distance in ranks between neighbours."""
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         return self.mesh.size(axis), self.mesh.stride(axis)
 
@@ -497,17 +503,17 @@ class TableCost:
         sizes = {known: self.sent_bytes(known) for known in held.values()}
         return by_method(self.table.parameters, sizes, held.values(), self.setting.dp_sync)
 
-    def _sums(
+    def _reduced_bytes(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
     ) -> dict[tuple[tuple[str, int, int], ...], float]:  # fmt: skip
         """Return {groups of ranks: bytes of the gradients that they reduce}.
 
-        A group is (axis, number of ranks, stride in ranks). Several groups reduce one after another.
+        A group is (axis, number of ranks, stride in ranks). If a key has several groups, they reduce one after another.
         """
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = () if self.is_sent_whole(known) else mesh_axes_of(self._parts_over(known))
+            cut = () if self.is_sent_whole(known) else mesh_axes_of(self._zero_axis(known))
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
                     if mesh.size(axis) > 1 and axis not in (*cut, *self.apart(known))]  # fmt: skip
             owners = sum(name in names for names in everywhere)
@@ -523,8 +529,8 @@ class TableCost:
     def grown_bytes(self, name: str) -> float:
         """Return the bytes of a parameter's gradient at the end of a step.
 
-        With ZeRO 1, the gradient is then unsharded. A gradient that a `dp_sync` method receives has the parameter's
-        dtype.
+        With ZeRO 1, the gradient is unsharded until the end of the step. A gradient that a `dp_sync` method receives
+        has the parameter's dtype.
         """
         if self.is_sent_whole(name):
             return self.sent_bytes(name) * self.table.parameters[name].trained

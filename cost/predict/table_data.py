@@ -1,4 +1,4 @@
-"""Conversion of the cost table (`Table`) of a plan to and from JSON, with one row for equal operators."""
+"""Conversion of a plan's cost table (`Table`) to and from JSON. Equal operators share one row."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 def plan_setting(
     table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: SyncOption
 ) -> RunSetting:
-    """Return the setting under which the cost table of a plan was counted.
+    """Return the setting for which the cost table of a plan was counted.
 
-    The arguments are the plan's fields of these names.
+    Args:
+        mesh, schedule, zero, prefetch, scatter_sends, dp_sync: fields of the plan.
     """
     rows = table.b * mesh.data_parallel_size * schedule.microbatches
     return RunSetting(
@@ -46,14 +47,13 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
         scatter_sends: False to drop the bytes that could be sent as shards.
         folds: the blocks of the trace that represent several blocks of the model.
 
-    Raises NotDeduplicable if a block in `folds` differs from the blocks before and after the blocks that it
-    represents.
+    Raises NotDeduplicable if a block in `folds` has other rows than its neighbours in the trace.
     """
     known: dict[Any, int] = {}
     rows, order, parameters = list[OperatorRow](), list[_OrderEntry](), dict[str, Parameter]()
     for position, *block in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
-        path, number, names = _in_first_block((*row.parameters, *row.reads_also), table.parameters)
+        path, number, names = _names_in_first_block((*row.parameters, *row.reads_also), table.parameters)
         read, also = names[: len(row.parameters)], names[len(row.parameters) :]
         sizes = (getattr(row, name) for name in (*_BYTES, *_OPTIONAL_BYTES))
         key = (tuple(row.works.items()), read, also, row.inputs, row.recomputed, *sizes)
@@ -80,7 +80,7 @@ class _OrderEntry(NamedTuple):
     Args:
         row: index of the operator's row.
         path, number: list and index of the block that the parameters are in; "" and 0 outside of blocks.
-        block: the operator's own block, as "path.number".
+        block: the block that the operator is in, as "path.number".
     """
 
     row: int
@@ -89,12 +89,12 @@ class _OrderEntry(NamedTuple):
     block: str
 
     def later(self, blocks: int) -> _OrderEntry:
-        """Return the entry of the corresponding operator `blocks` blocks later."""
+        """Return the entry of the equal operator that is `blocks` blocks later."""
         return self._replace(number=self.number + blocks if self.path else 0)
 
 
 def _are_equivalent(order: Sequence[_OrderEntry], fold: DeduplicatedBlock) -> bool:
-    """Return True if a deduplicated block has the same rows as the blocks before and after it.
+    """Return True if a deduplicated block has the same rows as its neighbours in the trace.
 
     Args:
         order: the operators of the table.
@@ -106,10 +106,12 @@ def _are_equivalent(order: Sequence[_OrderEntry], fold: DeduplicatedBlock) -> bo
     return before == block == behind
 
 
-def _in_first_block(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
-    """Return the block of parameters (path, index), and the names of the equal parameters in block 0.
+def _names_in_first_block(
+    names: tuple[str, ...], parameters: Mapping[str, Parameter]
+) -> tuple[str, int, tuple[str, ...]]:
+    """Return the block of some parameters (path, index), and the names of the same parameters in block 0.
 
-    If the parameters are not in one block, or differ from those of block 0, returns ("", 0, names).
+    If the parameters are not all in one block, or differ from those of block 0, returns ("", 0, names).
     """
     matches = [_NUMBERED.fullmatch(name) for name in names]
     places = {(match[1], int(match[2])) if match else None for match in matches}
@@ -127,15 +129,15 @@ def as_data(table: Table) -> dict[str, Any]:
     index = {work: i for i, work in enumerate(works)}
     rows = [
         {"works": {part: [index[work] for work in part_works] for part, part_works in row.works.items()},
-         **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
+         **{name: _size_data(size) for name in _BYTES if (size := getattr(row, name)) is not None},
          **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
-         **{name: _listed(size) for name in _OPTIONAL_BYTES if (size := getattr(row, name)).terms},
-         **({} if row.recomputed is None else {"recomputed": _listed(row.recomputed)})}
+         **{name: _size_data(size) for name in _OPTIONAL_BYTES if (size := getattr(row, name)).terms},
+         **({} if row.recomputed is None else {"recomputed": _size_data(row.recomputed)})}
         for row in table.rows
     ]  # fmt: skip
     parameters = {
         name: {
-            "size": _listed(p.size),
+            "size": _size_data(p.size),
             "axes": list(p.axes),
             "trained": p.trained,
             "cut": list(p.over),
@@ -147,7 +149,7 @@ def as_data(table: Table) -> dict[str, Any]:
     return {
         **{name: getattr(table, name) for name in _NUMBERS},
         **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
-        **({"prologue": {name: _listed(size) for name, size in table.prologue.items()}} if table.prologue else {}),
+        **({"prologue": {name: _size_data(size) for name, size in table.prologue.items()}} if table.prologue else {}),
         "cuts": [list(cuts) for cuts in table.cuts.values()],
         "divided": {axis: {str(count): name for count, name in of.items()} for axis, of in table.divided.items()},
         "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
@@ -184,13 +186,16 @@ def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
-    """Yield {"runs": runs of operators, "times": repetitions}, once for equal consecutive blocks.
+    """Compress runs of operators to {"runs": runs, "times": number of blocks with equal runs}.
 
-    A run has consecutive operators of one block. "times" is left out if it is 1.
+    A run is consecutive operators of one block. "times" is omitted if it is 1.
+
+    Args:
+        runs: all runs of the model, in order.
     """
     start = single = 0
     while start < len(runs):
-        period, times = _period(runs, start)
+        period, times = _repetition(runs, start)
         if times > 1:
             if single < start:
                 yield {"runs": runs[single:start]}
@@ -201,32 +206,36 @@ def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
         yield {"runs": runs[single:]}
 
 
-def _period(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
-    """Return (number of runs that repeat in the next blocks, repetitions), or (1, 1) if none repeat.
+def _repetition(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
+    """Find runs that repeat in the following blocks, from a given run on.
+
+    Returns (number of runs, number of repetitions), or (1, 1) if there is no repetition.
 
     Args:
         start: index of the first run.
     """
     if not runs[start][0]:
         return 1, 1
-    (next_first,) = _in_block(runs[start : start + 1], 1)
+    (next_first,) = _shifted_blocks(runs[start : start + 1], 1)
     for stop in range(start + 1, (start + len(runs)) // 2 + 1):
         if runs[stop] == next_first:
             period, times = stop - start, 1
-            while _in_block(runs[start:stop], times) == runs[start + times * period : start + (times + 1) * period]:
+            while (
+                _shifted_blocks(runs[start:stop], times) == runs[start + times * period : start + (times + 1) * period]
+            ):
                 times += 1
             if times > 1:
                 return period, times
     return 1, 1
 
 
-def _in_block(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
-    """Return these runs of operators with `later` added to the index of their block."""
+def _shifted_blocks(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
+    """Return copies of runs of operators whose block index is larger by `later`."""
     return [[path, number + later if path else number, rows] for path, number, rows in runs]
 
 
 def _unrolled(entry: Mapping[str, Any]) -> Iterator[_BlockRun]:
-    return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
+    return (run for copy in range(entry.get("times", 1)) for run in _shifted_blocks(entry["runs"], copy))
 
 
 _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0, "contiguous": True}
@@ -248,8 +257,8 @@ def _cast_data(parameter: Parameter) -> dict[str, Any]:
 
 def _work_data(work: Work) -> dict[str, Any]:
     return {
-        "kind": work.kind, "bytes": _listed(work.size),
-        **{name: _listed(size) for name in _MORE_SIZES if (size := getattr(work, name)).terms},
+        "kind": work.kind, "bytes": _size_data(work.size),
+        **{name: _size_data(size) for name in _MORE_SIZES if (size := getattr(work, name)).terms},
         **{name: value for name in _WORDS if (value := getattr(work, name))},
         **({"times": work.times} if work.times != 1 else {}),
     }  # fmt: skip
@@ -260,7 +269,7 @@ def _optional(row: Mapping[str, Any]) -> dict[str, Any]:
     return sizes | {name: row[name] for name in _WORDS if name in row}
 
 
-def _listed(size: Size) -> list[list[float]]:
+def _size_data(size: Size) -> list[list[float]]:
     """Convert a `Size` to terms `[value, exponent of b, of s, of 1 / tp, ...]`, without trailing zeros."""
     terms = [[value, *powers] for powers, value in size.terms]
     return [term[: max(4, 1 + max((i for i, power in enumerate(term) if power), default=0))] for term in terms]

@@ -1,8 +1,8 @@
 """Memory of every rank from the rows of a cost table, for any mesh, schedule and options.
 
-This is the only code that predicts memory. `Plan.memory` is its result at the plan's own sizes. `Plan.cost.at` and
-the search use its result at other sizes. `cost.count.symbolic_memory` counts the rows. This file adds weights that
-are being gathered and gradients of weights (`comm_buffers.py`).
+This is the only code that predicts memory. `Plan.memory` is its result at the plan's own sizes. `Plan.cost.at` and the
+search use its result at other sizes. `cost.count.symbolic_memory` counts the memory of each row. This file adds weights
+that are being gathered and gradients of weights (`comm_buffers.py`).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Order = Sequence[tuple[int, str, int]]
 
 
 class ParameterUses(NamedTuple):
-    """Operators of a stage at which a parameter is used, as indices into the stage's list of operators.
+    """Uses of a parameter in a stage, as indices into the stage's list of operators.
 
     Args:
         known: its name in the cost table (`Table.parameters`).
         first, last: index of the first and last operator that reads it.
-        opened: index of the operator before whose backward it is gathered. This is `last`; if `last` is recomputed,
-            it is the last operator of the recomputed region.
+        opened: index of the operator before whose backward it is gathered. This is `last`, or the last operator of the
+            recomputed region that `last` is in.
         again: True if the operators are recomputed in backward.
-        kept: True if their backward uses it.
+        kept: True if their backward reads it.
         trained: True if it gets a gradient.
     """
 
@@ -62,7 +62,10 @@ class ParameterUses(NamedTuple):
 
 
 def rank_memory(priced: TableCost) -> tuple[RankMemory, ...]:
-    """Return, for each `pp` coordinate, the memory of its fullest rank: that at index 0 of all other axes."""
+    """Return, for each `pp` coordinate, the memory of its fullest rank.
+
+    The fullest rank has index 0 on all other axes, because the first shards are the largest.
+    """
     stages = _stages(priced)
     return tuple(_rank(priced, stages, *rank) for rank in zip(priced.ranks_hold, priced.orders, strict=True))
 
@@ -73,9 +76,9 @@ class _Stage(NamedTuple):
     Args:
         bytes: memory of a microbatch, for the actions of the schedule.
         traffic: collectives that overlap with its compute.
-        received: bytes that it receives from the stage before in a microbatch.
-        prologue: bytes of its values that depend on the call's inputs alone.
-        is_recomputed: True if a part of it is recomputed. Its backward is then never split.
+        received: bytes that it receives from the previous stage per microbatch.
+        prologue: bytes of its values that depend only on the model's inputs.
+        is_recomputed: True if some of its operators are recomputed. Its backward is then never split.
     """
 
     bytes: StageBytes
@@ -123,10 +126,11 @@ def _rank(
 
 
 def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Action, ...]:
-    """Return the actions, with full backwards for stages whose backward the runtime never splits.
+    """Replace split backwards by full backwards on stages whose backward the runtime never splits.
 
     Args:
-        unsplit: these stages.
+        order: the actions of a rank.
+        unsplit: indices of these stages.
     """
     return tuple(
         action._replace(kind="B") if action.stage in unsplit and action.kind == "I" else action
@@ -135,9 +139,9 @@ def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Actio
 
 
 def _receive_buffers(priced: TableCost, stages: Sequence[_Stage], order: Sequence[Action]) -> float:
-    """Return the bytes of a rank's receive buffers, over all microbatches that have buffers at once.
+    """Return the bytes of a rank's receive buffers, for all receives that are posted at the same time.
 
-    Schedules that split the backward also keep the gradients of received values until the weight part.
+    Schedules that split the backward also keep gradients of received values until the backward of the weights.
 
     Args:
         order: the actions of the rank.
@@ -153,10 +157,10 @@ def _receive_buffers(priced: TableCost, stages: Sequence[_Stage], order: Sequenc
 
 
 def _tied_bucket_bytes(priced: TableCost, held: Mapping[str, str]) -> float:
-    """Return the bytes of the flat buffer for the largest bucket of gradients of tied parameters.
+    """Return the bytes of the largest flat bucket of gradients of tied parameters.
 
-    These gradients are reduced at the end of a step. A gradient that is alone in its bucket is reduced in place and
-    needs no buffer, unless it is reduced in another dtype.
+    These gradients are reduced at the end of a step. A single gradient is reduced in place and needs no bucket, unless
+    it is reduced in another dtype.
     """
     buckets: dict[Any, list[float]] = defaultdict(list)
     for name, known in held.items():
@@ -171,8 +175,8 @@ def _tied_bucket_bytes(priced: TableCost, held: Mapping[str, str]) -> float:
 def _stages(priced: TableCost) -> list[_Stage]:
     """Return the memory of every stage.
 
-    A stage also keeps the values that it sends, if none of its operators saves them. A received value stays in its
-    receive buffer.
+    A value that a stage sends stays in memory on that stage, even if none of its operators saves it. A received value
+    stays in its receive buffer.
     """
     table, positions, times = priced.table, priced.table.positions, priced.times
     starts = [table.rows[positions[stage.start]] for stage in priced.stages[1:]]
@@ -222,7 +226,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the index of the last operator of its recomputed region.
 
-    For an operator outside of a region, it is the end of the next region.
+    For an operator that is not in a region, the index is that of the next region's last operator.
     """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
@@ -232,14 +236,15 @@ def _region_ends(priced: TableCost, order: Order) -> list[int]:
 
 
 def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
-    """Return the peak memory of consecutive operators beyond their saved tensors, and their communication.
+    """Return the peak memory of operators in addition to their saved tensors, and their communication.
 
-    When the backward of an operator runs, later operators have freed their saved tensors and have computed the
+    When the backward of an operator runs, the backwards of later operators have freed their saved tensors and allocated
     gradients of their weights.
 
     Args:
         order: the operators, as in `Table.order`.
-        others_beside: True if similar operators, whose weights are prefetched, run before and after these.
+        others_beside: True if equal blocks run before and after these operators, so that weights of these blocks are
+            prefetched.
     """
     if not order:
         return StageBytes(0, 0, 0, 0, 0, 0), StageCommBuffers()
@@ -268,7 +273,7 @@ def _forward(
 ) -> tuple[Events, Events]:
     """Return the memory events before and after each operator's forward: all-gathers and frees of weights.
 
-    Both results are {index of the operator: events}.
+    Returns two mappings, before and after: {index of the operator: events}.
     """
     begins, ends = _none(), _none()
     for i, row in enumerate(traffic.rows):
@@ -285,8 +290,8 @@ def _backward(
 ) -> tuple[Events, Events]:  # fmt: skip
     """Return the memory events before and after each operator's backward, for weights and their gradients.
 
-    Both results are {index of the operator, counted from the last one: events}. A recomputed region gathers its first
-    group of weights before it allocates its values, and its other groups after that.
+    Returns two mappings, before and after: {index of the operator, counted from the last one: events}. A recomputed
+    region gathers its first group of weights before it allocates its values, and its other groups after that.
 
     Args:
         sizes: bytes of each operator.

@@ -22,7 +22,7 @@ class Parameter:
         over: axes over which ZeRO-3 shards it, as one flattened axis; empty if it stays unsharded.
         read: bytes in the compute dtype per byte stored (mixed precision).
         summed: bytes of the reduced gradient per byte stored (mixed precision).
-        cast_again: True if the backward casts it too.
+        cast_again: True if the backward casts it again.
         itemsize: bytes of an element, if a data-parallel method replaces the all-reduce.
         rows: size of the first dim of a matrix, if a data-parallel method replaces the all-reduce.
         contiguous: True if the unsharded parameter is its ZeRO shards concatenated.
@@ -63,24 +63,23 @@ class OperatorRow:
     """Work and memory of one operator for one microbatch, in a cost table. Sizes are bytes unless noted.
 
     Args:
-        works: {part of a step: kernels and collectives}, with the parts that are fields of
-            `count.operator_counts.OperatorWork`.
+        works: {part of a step: kernels and collectives}. The parts are fields of `count.operator_counts.OperatorWork`.
         kept: tensors saved from its forward to its backward.
-        in_forward, in_backward: memory while its forward or backward runs, beyond the tensors that this operator and
-            earlier ones save. Weights that are being gathered and weight gradients are excluded. A term may be
+        in_forward, in_backward: memory while its forward or backward runs, in addition to the tensors that this
+            operator and earlier ones save. Weights that are being gathered and weight gradients are excluded. May be
             negative.
-        after_backward: memory after its backward, beyond the tensors that earlier operators save.
-        delayed: gradients that a split backward keeps from its input part to its weight part.
+        after_backward: memory after its backward, in addition to the tensors that earlier operators save.
+        delayed: output gradients that a split backward keeps until it computes the gradients of weights.
         crossing: values that a stage boundary before the operator sends; None if no stage may begin at the operator.
-        load: FLOPs by which stages are balanced.
+        load: FLOPs for the balance of stages.
         parameters: names of the parameters that it reads.
         reads_also: names of the parameters that it reads through a view, or that another row gathers.
-        recomputed: buffers that are recomputed before its backward, if it is the last operator of a region; else
-            None.
-        alike: the part of `crossing` that may be sent as shards (`send_costs.BoundaryBytes`).
-        inputs: names of values that it reads and that depend on the call's inputs alone (`Table.prologue`).
-        unkept: the part of `crossing` that no earlier operator saves, and no earlier stage receives.
-        kept_later: the part of `crossing` that a later operator is the first to save.
+        recomputed: buffers that are recomputed before its backward, if it is the last operator of a recomputed region;
+            else None.
+        alike: bytes of `crossing` that may be sent as shards (`send_costs.BoundaryBytes`).
+        inputs: names of values that it reads and that depend only on the model's inputs (`Table.prologue`).
+        unkept: bytes of `crossing` that no earlier operator saves and no earlier stage receives.
+        kept_later: bytes of `crossing` that no earlier operator saves, but a later one does.
     """
 
     works: Mapping[str, tuple[Work, ...]]
@@ -101,12 +100,12 @@ class OperatorRow:
 
     @property
     def temporary(self) -> Size:
-        """The larger of the operator's memory in forward and in backward."""
+        """The operator's memory in forward or in backward, whichever is larger."""
         return max(self.in_forward, self.in_backward, key=lambda size: size.value)
 
 
 class RowBytes(NamedTuple):
-    """Arrays of bytes of operators. Each array lists the field of `OperatorRow` that has its name."""
+    """Bytes of operators, as arrays. Each array has the values of the `OperatorRow` field with its name."""
 
     kept: np.ndarray
     in_forward: np.ndarray
@@ -144,14 +143,14 @@ class Totals:
         trained: the parameters that get a gradient.
         cut: {flattened axes: the parameters that ZeRO shards over them}.
         gathers: True if `works` includes ZeRO's collectives.
-        cast: traffic in a microbatch of casts of the parameters that ZeRO does not shard, and of their gradients.
+        cast: memory traffic of casts, per microbatch, of the parameters that ZeRO does not shard and of their
+            gradients.
         read, summed: as in `Parameter`, averaged over all parameters.
         kept: activations saved by all operators.
         temporary: peak workspace in addition to the saved activations.
         sent: values sent between two stages.
         buffers: buffers of the model.
-        summed_over: {axis: {axes of ZeRO's shards: bytes of the parameters whose gradients are reduced over the
-            axis}}.
+        summed_over: {axis of a gradient reduction: {axes of ZeRO's shards: bytes of parameters}}.
         hidden: share of gradients that are not in the bucket that completes last.
         at: the reference sizes, at which the table was counted.
     """
@@ -174,10 +173,10 @@ class Totals:
 
 
 def named_in(name: str, path: str, number: int) -> str:
-    """Return the name in the full model of a parameter that one of its blocks reads.
+    """Return the name of a parameter in the full model.
 
-    In the table, equal blocks share the names of one block. The result has the list and the index of the block as a
-    prefix.
+    Equal blocks share the parameter names of one block in the table. The result therefore has the list and index of the
+    block that reads the parameter as a prefix.
 
     Args:
         name: name of the parameter in the table.
@@ -193,15 +192,20 @@ def cast_bytes(parameters: Iterable[Parameter]) -> Size:
 
 
 def mean_share(weighted: Iterable[tuple[float, float]]) -> float:
-    """Return the mean of shares, weighted by bytes. `weighted` has pairs (bytes, share)."""
+    """Return the mean of shares, weighted by bytes.
+
+    Args:
+        weighted: pairs (bytes, share).
+    """
     weights, shares = zip(*weighted, strict=True)
     return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
 
 
 def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
-    """Return {axis: {axes of ZeRO's shards: bytes}} of the parameters whose gradients are reduced over it.
+    """Return {axis of a gradient reduction: {axes of ZeRO's shards: bytes of parameters}}.
 
-    This is `Totals.summed_over`. `trained` has the parameters that get a gradient.
+    Args:
+        trained: the parameters that get a gradient.
     """
     sizes_by_axis: dict[str, dict[tuple[str, ...], Size]] = {}
     for parameter in trained:

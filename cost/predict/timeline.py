@@ -1,8 +1,8 @@
 """Timeline of a training step: start and end of each action of a pipeline schedule.
 
-Ranks that differ on `dp`, `tp`, `cp` or `ep` alone do the same work at the same time. One rank therefore represents
-each coordinate of `pp`. Nothing is random, and no time is rounded to slots: an action starts when its rank is free
-and its input has arrived.
+Ranks that differ only on `dp`, `tp`, `cp` or `ep` do the same work at the same time. One rank therefore represents each
+coordinate of `pp`. Nothing is random, and time is not divided into slots: an action starts when its rank is free and
+its input has arrived.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Durations:
 class Span(NamedTuple):
     """An action of a rank with its start and end, in seconds from the start of the step.
 
-    `kind` is that of `autopart.ir.run.schedule_actions.Action`.
+    `kind` is a kind of `autopart.ir.run.schedule_actions.Action`, such as "F".
     """
 
     start_s: float
@@ -67,13 +67,13 @@ class Span(NamedTuple):
 class Timeline:
     """Actions of every rank (one per `pp` coordinate) over one training step. Times are in seconds.
 
-    In a schedule whose steps overlap ("1f1b_2bw"), this is one step among many.
+    If steps overlap, as in the schedule "1f1b_2bw", this is one step in the steady state.
 
     Args:
         spans: each rank's actions in order.
         grad_sums, optimizers: (start, end) of each rank's gradient reduction and optimizer update. An overlapped
             reduction begins while the rank's last backwards still run.
-        begun: for each rank, the number of this step's microbatches whose forward ran in the step before, if steps
+        begun: for each rank, the number of this step's microbatches whose forward ran in the previous step, if steps
             overlap.
         period_s: seconds from one step to the next, if steps overlap.
     """
@@ -117,7 +117,7 @@ class Timeline:
 
     @cached_property
     def in_flight(self) -> tuple[dict[int, int], ...]:
-        """For each rank, {stage: microbatches saved for backward} at the time of their largest total."""
+        """For each rank, {stage: microbatches saved for backward} when their total is largest."""
         orders = [
             (*[Action(spans[0].stage, "F", -1)] * begun,
              *(Action(span.stage, span.kind, span.microbatch) for span in spans))
@@ -128,15 +128,15 @@ class Timeline:
     def memory(
         self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()
     ) -> tuple[list[tuple[float, int]], ...]:
-        """Return, for each rank, the bytes saved for backward over time: [(seconds, bytes from then on)].
+        """Return the bytes saved for backward over time: per rank, a list of (seconds, bytes from then on).
 
         If several entries have equal seconds, the last one is valid.
 
         Args:
             activation_bytes: for each stage, the bytes that one microbatch saves from the start of its forward to the
                 end of its backward.
-            delayed_bytes: for each stage, the bytes of gradients that wait from the input backward to the weight
-                backward.
+            delayed_bytes: for each stage, the bytes of output gradients that wait between the input backward and the
+                weight backward.
         """
         delayed = delayed_bytes or [0] * len(activation_bytes)
         curves = []
@@ -178,14 +178,14 @@ def timeline(
     - GPipe and 1F1B post a receive right before the action that uses it, and wait for it. Nothing is sent before both
       ranks are ready, and the receiving rank is idle. GPipe waits for its sends after the last forward and the last
       backward.
-    - 1F1B waits for a send before the next one. In its steady state, it waits for a send together with the next
-      receive from the same neighbour. Both end at the same moment if a gradient takes as long as its activation. A
-      difference is not modelled.
-    - If sends overlap, each direction between two ranks carries one value at a time. Receives count as posted in
-      time.
-    - DualPipeV runs pairs of actions as one. Each pair sends its results after both.
-    - PipeDream-2BW receives like 1F1B. Its timeline is one step among many, in which each rank goes on as soon as it
-      has updated its weights.
+    - 1F1B waits for a send before the next one. In its steady state, it waits for a send together with the next receive
+      from the same neighbour. The model assumes that both end at the same moment, as if a gradient took as long as its
+      activation.
+    - If sends overlap, each direction between two ranks carries one value at a time. The model assumes that all
+      receives are posted before their sends.
+    - DualPipeV runs some pairs of actions as one action, and sends the results of both at the end of the pair.
+    - PipeDream-2BW receives like 1F1B. The timeline is one step in the steady state, in which each rank continues as
+      soon as it has updated its weights.
 
     Args:
         schedule: its name (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a pipeline.
@@ -217,7 +217,7 @@ def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap
         durations: seconds of the actions.
         overlap_sends: True if sends overlap with compute.
 
-    Raises StageError if ranks wait for each other forever. Raises OptionError for invalid durations.
+    Raises StageError if ranks deadlock. Raises OptionError for invalid durations.
 
     >>> ahead = [Action(0, "F", 0), Action(0, "B", 0)]
     >>> execute([ahead], Durations(forward_s=[1], backward_s=[2]), overlap_sends=True).spans[0][1]
@@ -228,7 +228,7 @@ def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap
 
 
 def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
-    """Return the timeline of actions, followed by each rank's gradient reduction and optimizer update."""
+    """Return a timeline of actions with each rank's gradient reduction and optimizer update at the end."""
     grad_sums, optimizers = [], []
     for rank, done in enumerate(spans):
         last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
@@ -243,7 +243,7 @@ def _hidden_s(durations: Durations, rank: int, last_s: float) -> float:
     """Return the seconds of a rank's gradient reduction that overlap with its last backwards.
 
     Args:
-        last_s: seconds of these backwards.
+        last_s: seconds of the rank's last backwards.
     """
     return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], last_s)
 
@@ -254,7 +254,7 @@ drain the pipeline. The time is averaged because waiting for unequal stages and 
 
 
 def _overlapping_steps(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
-    """Return one step of a schedule without a flush: 1F1B over the microbatches of many batches.
+    """Return the timeline of one step if steps overlap: 1F1B over many batches, without a flush.
 
     After the last backward of each batch, every rank reduces its gradients and updates its weights (action "U").
     """
@@ -291,7 +291,7 @@ def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action
 def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
     """Return the durations, with zeros in place of omitted ones.
 
-    Raises OptionError if their number does not fit the stages and ranks, or if one is negative or not finite.
+    Raises OptionError for a wrong number of durations, and for durations that are negative or not finite.
     """
     every_action = [action for order in orders for action in order]
     splits, num_stages = (
@@ -315,7 +315,7 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
             raise OptionError(f"{name} has a duration of {wrong[0]} s", hint="finite seconds, at least 0")
         complete[name] = listed
     if not 0 <= durations.grad_sum_hidden <= 1:
-        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden} is not a share", hint="a number from 0 to 1")
+        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden} is not a fraction", hint="a number from 0 to 1")
     return replace(durations, **complete)
 
 
@@ -390,7 +390,7 @@ class _EventSimulation:
         return woken
 
     def _received(self, action: Action) -> _Result | None:
-        """Return the result of a neighbouring stage that an action needs, or None if it needs none."""
+        """Return the result of a neighbouring stage that an action uses, or None if it uses none."""
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
         comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
@@ -412,9 +412,9 @@ class _EventSimulation:
         return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
 
     def _wake_tied(self, result: _Result) -> list[int]:
-        """Return the ranks that waited only for this backward to reduce gradients of tied parameters.
+        """Return the ranks that waited for this backward to reduce gradients of tied parameters.
 
-        They no longer count as waiting.
+        The ranks are removed from `waiting`.
         """
         waited = [rank for rank, missing in self.waiting.items() if missing == result
                   and self.orders[rank][len(self.spans[rank])].kind == "U"]  # fmt: skip
@@ -455,7 +455,7 @@ class _EventSimulation:
             at = f"{action.stage}{action.kind}{action.microbatch}"
             stands.append(f"rank {rank} at {at} waits for {stage}{kind}{microbatch}")
         why = "; ".join(stands[:4]) + (f"; and {len(stands) - 4} ranks more" if len(stands) > 4 else "")
-        return StageError("the schedule never ends", why=why)
+        return StageError("the schedule never ends: its actions wait for each other", why=why)
 
 
 def _result(action: Action) -> _Result:

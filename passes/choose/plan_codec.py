@@ -251,10 +251,10 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
     for name in plan.parameters:
         if name not in known:
             raise PlanError(
-                f"the plan places '{name}', which is not a parameter of the model",
+                f"the plan has a layout for '{name}', which is not a parameter of the model",
                 where=plan.where("parameters", name),
                 hint=f"the parameters are {', '.join(list(dict.fromkeys(map(pattern_of, trace.parameters)))[:8])}, ...",
-            )  # fmt: skip
+            )
     stored = {name: Placement.parse(plan.placement_text(name, axis)) for name in trace.parameters}
     for name, place in stored.items():
         sizes = tuple(trace.parameters[name].shape)
@@ -270,7 +270,9 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
             hint = storable_placements(sizes, axis, mesh.size(axis), layout)
         if why:
             over = "" if len(mesh.chosen) == 1 and axis in mesh.chosen else f" on {axis}"
-            raise PlanError(f"the plan stores '{name}' as {place}{over}", why=why, where=where, hint=hint)
+            raise PlanError(
+                f"the plan's layout {place} of '{name}'{over} is not possible", why=why, where=where, hint=hint
+            )
     return stored
 
 
@@ -286,10 +288,9 @@ def _check_cut_again(
         if place.is_shard and others and not constraints.can_shard_again(name, place):
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
-                f"the plan stores '{name}' as {place} on {constraints.axis}",
-                why=f"{' and '.join(others)} shards dim {place.dim} already; only experts are sharded over several "
-                "axes, if there are enough",
-                where=plan.where("parameters", key), hint="R",
+                f"the plan's layout {place} of '{name}' on {constraints.axis} is not possible",
+                why=f"{' and '.join(others)} shards dim {place.dim} already; several axes can only shard the dim "
+                "of experts, and only if there are enough experts", where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
 
 
@@ -325,9 +326,10 @@ def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     constraints: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
-    """Return the strategies on an axis, for the very trace that the plan comes from.
+    """Return the strategies of the operators on one axis, as the plan records them.
 
-    Raises PlanError for a strategy that the operator's rule does not allow, or an unknown operator.
+    The trace must be the one that the plan was made for. Raises PlanError for a strategy that the operator's rule
+    does not allow, or an unknown operator.
     """
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
@@ -367,7 +369,7 @@ def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: 
     if _is_cast(name):
         return options[0]
     raise PlanError(
-        f"the plan runs {name} as '{text}', which its rule does not allow", why=describe(node),
+        f"the plan runs {name} with the strategy '{text}', which its sharding rule does not allow", why=describe(node),
         where=plan.where("operators", name), hint=" | ".join(map(str, options[:8])),
     )  # fmt: skip
 
@@ -435,10 +437,9 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
     """
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(
-            f"the plan has {len(plan.cuts)} cuts",
-            why=f"{num_stages} stages need {num_stages - 1}",
-            where=plan.where("cuts"),
-        )
+            f"the plan has {len(plan.cuts)} stage boundaries ('cuts')",
+            why=f"{num_stages} stages need {num_stages - 1}", where=plan.where("cuts"),
+        )  # fmt: skip
     nodes = active_operators(trace.graph)
     position = {facts(node)["key"]: i for i, node in enumerate(nodes)}
     cuts: list[int] = []
@@ -452,14 +453,15 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
             at = position.get(plan.stages[stage - 1]["last"], -2) + 1
         if at is None or at < 0:
             near = [k for k in position if k.rsplit("/", 1)[0] == cut.rsplit("/", 1)[0]] or list(position)
-            raise PlanError(f"the plan cuts before '{cut}', which is not an operator of the model", where=where,
-                            hint=", ".join(near[:6]))  # fmt: skip
+            raise PlanError(
+                f"the plan begins a stage at '{cut}', which is not an operator of the model", where=where,
+                hint=", ".join(near[:6]),
+            )  # fmt: skip
         if at == 0 or (cuts and at <= cuts[-1]):
             raise PlanError(
-                f"the plan cuts before '{cut}'",
-                why="a stage would be empty: cuts must be in the order of the operators",
-                where=where,
-            )
+                f"the plan cannot begin a stage at '{cut}'",
+                why="a stage would be empty: 'cuts' must be in the order of the operators", where=where,
+            )  # fmt: skip
         cuts.append(at)
     _check_crossing(nodes, plan, cuts)
     return tuple(cuts)
@@ -470,7 +472,7 @@ def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):
             raise StageError(
-                f"the plan cuts before '{name}'", why="a value without gradient would have to be sent to the "
-                "next stage",
-                where=plan.where("cuts", name), hint="a cut a few operators earlier or later",
+                f"the plan cannot begin a stage at '{name}'",
+                why="a value without gradient would have to be sent to the next stage", where=plan.where("cuts", name),
+                hint="begin the stage a few operators earlier or later",
             )  # fmt: skip

@@ -246,8 +246,8 @@ def _note_draws(graph: fx.Graph) -> None:
             raise TraceError(
                 f"{short_name(node)} draws random numbers whose distribution the model computes",
                 refusal=Refusal.RANDOM,
-                why="ranks must draw equal numbers, and no formula separates the random numbers from the values",
-                where=describe(node), hint="draw them outside the model and pass them in",
+                why="all ranks must draw equal numbers, and no formula computes them from numbers of a fixed "
+                "distribution", where=describe(node), hint="draw them outside the model and pass them in",
             )  # fmt: skip
         if draws or (reads and facts(node)["role"] == DATA):
             random.add(node)

@@ -1,9 +1,10 @@
 """Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
-An output dim is a sequence dim if the operator's rule gives it a factor of an input's sequence dim. Views merge and
-split factors. An output dim that the operator creates (a convolution over the sequence) is a sequence dim if an input
-has one at the same index. Some values depend on no input, such as position ids or a position table. A dim of such a
-value is a sequence dim if an operator combines it with a sequence dim of another value.
+A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a sequence
+dim if its name in the rule is that of an input's sequence dim. A view can merge the sequence with another dim, or split
+it again. A dim that an operator creates (a convolution over the sequence) is a sequence dim if an input has one at the
+same index. Position ids and position tables depend on no input. Their dims are sequence dims if an operator combines
+them with a sequence dim of another value.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def check_can_be_sharded(trace: Trace, named: Named) -> None:
         if others:
             raise LayoutError(
                 "sequence_dims names dims of unequal lengths",
-                why=f"dim {dim} of {name} has {lengths[name]} positions, dim {named[others[0]]} of {others[0]} has "
-                f"{lengths[others[0]]}, and no operator can be sharded along that of {name}",
+                why=f"dim {dim} of {name} has size {lengths[name]}, dim {named[others[0]]} of {others[0]} has "
+                f"size {lengths[others[0]]}, and no operator can be sharded along dim {dim} of {name}",
                 hint=f"leave {name} out, or name a dim of size {lengths[others[0]]}",
             )
         raise LayoutError(

@@ -329,9 +329,9 @@ def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 
 
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return {factor of a rule: its atoms (indivisible factors of the dim)}.
+    """Return {dim name in a sharding rule: the indivisible parts (atoms) of the dims with that name}.
 
-    A factor that only the output has (`expand`) gets the atoms of the output dim.
+    The atoms are those of an input dim. A name that only the output has (`expand`) gets the atoms of the output dim.
     """
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs[:1]:

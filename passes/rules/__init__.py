@@ -1,4 +1,4 @@
-"""Sharding rules: for each operator, the dims that can be sharded on a mesh axis, and partial sums."""
+"""Sharding rules: which dims of an operator can be sharded, and which results are partial sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Rule", "has_rule", "local_form", "pattern_for", "rule_of"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
-    """Return the sharding rule of this call, fitted to its shapes.
+    """Return the sharding rule of a call, fitted to the call's shapes.
 
     None if the call has no rule. Every rank then runs the full call on gathered inputs.
     """
@@ -31,9 +31,9 @@ def pattern_for(node: fx.Node) -> Pattern | None:
 
 
 def local_form(node: fx.Node) -> LocalForm | None:
-    """Return the function that writes this call for one rank.
+    """Return the function that writes a call for one rank.
 
-    None if the traced call, applied to local operands, gives the right result.
+    None if the traced call gives the right result on local operands.
     """
     pattern: Pattern | None = facts(node)["pattern"]
     return pattern.local if pattern is not None else None

@@ -1,7 +1,7 @@
-"""Keys of calls: all properties of a call that a sharding rule can depend on.
+"""Keys of calls: all properties of a call on which a sharding rule can depend.
 
 Equal calls of repeated blocks have equal keys and share results. A `CallCache` serves one pass over a graph that does
-not change. It caches tensor specs by object id, because equal nodes mostly share their value.
+not change. It caches tensor specs by the id of the traced value, because most equal nodes share one value object.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class CallCache:
-    """Cache of the results of functions of a call, by the key of the call."""
+    """Cache of the results of functions of calls, by the key of a call."""
 
     def __init__(self) -> None:
         self._specs: dict[int, Hashable] = {}
         self._results: dict[Hashable, Any] = {}
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
-        """Return `find(node)`, which is computed once for all calls with equal keys.
+        """Return `find(node)`. It is computed once for all calls with equal keys.
 
         `find` may depend only on the operator, arguments, shapes, strides, dtypes, `requires_grad` and `positions_of`.
         """
@@ -43,7 +43,7 @@ class CallCache:
         return node.target, args, kwargs, self.form(value(node))
 
     def form(self, val: Any) -> Hashable:
-        """Return the spec (shape, strides, dtype, `requires_grad`) of a value, as a hashable.
+        """Return the spec of a value (shape, strides, dtype, `requires_grad`), as a hashable object.
 
         Specs are cached by object id, so the value must live as long as this cache.
         """

@@ -1,4 +1,7 @@
-"""Helpers for rules that are functions of the call: they name the factors of its dims."""
+"""Helpers for sharding rules that are functions of a call.
+
+A factor is a named part of a dim (`notation.py`).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ UNARY_LINEAR = ((0,),)
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:
-    """Return `count` dims, each of one factor: `d0`, `d1`, ..."""
+    """Return `count` dims with one factor each: `d0`, `d1`, ..."""
     return [(f"{prefix}{i}",) for i in range(count)]
 
 
 def names_and_dim(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
-    """Return the dims of a call's first operand, each of one factor, and its `dim` argument, non-negative.
+    """Return the dims of a call's first operand, one factor each, and its non-negative argument `dim`.
 
     The operand must have at least one dim.
     """
@@ -32,7 +35,7 @@ def pattern(
     node: fx.Node, inputs: Sequence, outputs: Sequence, whole: Sequence[str] = (),
     known: Mapping[str, int] = MappingProxyType({}), **options: Any,
 ) -> Pattern:  # fmt: skip
-    """Return the pattern of a call with these dims of its tensor inputs and outputs.
+    """Return the pattern of a call, given the factors of its dims.
 
     Args:
         inputs: for each tensor input, its dims as tuples of factors.

@@ -50,7 +50,11 @@ class LocalCall:
     balance: float = 1.0
 
     def as_traced(self, changed: Mapping[int, Any] | None = None) -> fx.Node:
-        """Emit the traced call on local operands. `changed`: {position: new value} of replaced arguments."""
+        """Emit the traced call on local operands.
+
+        Args:
+            changed: {argument position: value that replaces the argument}.
+        """
         args = [(changed or {}).get(i, argument) for i, argument in enumerate(self.args)]
         return self.emit(self.node.target, *args, **self.kwargs)
 
@@ -77,9 +81,10 @@ class LocalCall:
         return index
 
     def first_row(self, axes: str, rows: int) -> fx.Node:
-        """Emit the index of the first row that this rank has of a sharded table of `rows` rows.
+        """Emit the index of this rank's first row in a sharded table of `rows` rows.
 
-        `axes`: the axis, or flattened axes, over which the table is sharded.
+        Args:
+            axes: the axis, or flattened axes, over which the table is sharded.
         """
         return self.emit(operator.mul, self.index(axes), -(-rows // self.num_ranks(axes)))
 
@@ -89,9 +94,9 @@ LocalForm = Callable[[LocalCall], fx.Node | None]
 
 
 def local_value(node: fx.Node) -> Any:
-    """Return the output of a node that a local form emitted, as a meta tensor.
+    """Return the output of a node that a local form emitted, as a meta tensor, or None if it is unknown.
 
-    Plans and printed graphs show its shape and bytes. None if it is unknown.
+    Plans and printed graphs show its shape and bytes.
     """
     first = value(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not isinstance(first, torch.Tensor):
@@ -115,7 +120,7 @@ def takes_shape(pattern: Pattern | None) -> bool:
 
 
 def shape_argument(call: LocalCall) -> fx.Node:
-    """Emit a view with the local output shape as its second argument."""
+    """Emit a view whose second argument is the local output shape."""
     layout, full = call.output_layout(), shape(call.node)
     local = local_shape(full, layout, call.sizes)
     sizes, atoms_by_dim = call.node.args[1], facts(call.node)["atoms"]
@@ -131,10 +136,7 @@ def shape_argument(call: LocalCall) -> fx.Node:
 
 
 def group_argument(call: LocalCall) -> fx.Node | None:
-    """Emit a call with the number of groups (factor `g`) that this rank has.
-
-    None if groups are not sharded.
-    """
+    """Emit a call with this rank's number of groups (factor `g`), or None if groups are not sharded."""
     num_shards = call.num_parts("g")
     if num_shards == 1:
         return None

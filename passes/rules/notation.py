@@ -35,20 +35,22 @@ class Rule:
         whole: factors that cannot be sharded.
         linear: sets of inputs. If all inputs of a set are partial sums, the output is a partial sum.
         lookup, all_reduces, local, routes, context: as in `Pattern`.
-        matmul: matrix products of the call, each as its factors (`"... k n"`). Its FLOPs are twice their product.
-        also: alternative lines (without optional weights, with a mask). The first that fits a call is used.
+        matmul: matrix products of the call, each as its factors (`"... k n"`). The FLOPs are twice the product of the
+            factors' sizes.
+        also: alternative lines, for calls with a mask or without optional weights. The first line that fits a call is
+            used.
         when: returns True if the rule holds for a call.
         of_call: function that returns the pattern of a call, if its factors depend on the call's arguments.
-        otherwise: rules for calls that this rule does not fit. The first that fits is used.
-        takes_sparse: the rule holds for sparse tensors too.
-        moves: the operator moves elements and computes nothing.
-        keeps_weights: the operator converts a weight to another view or dtype. It is recomputed at each use of the
-            weight.
-        keeps_masks: the operator converts a mask to another that selects as many elements.
-        selects: the second argument selects from the first: by a slice, or all elements equal to a number.
-        has_gradient: the result may need a gradient.
-        has_reduction: the operator is a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
-        draws_noise: the second argument is noise, which the local form can draw instead.
+        otherwise: rules for calls that this rule does not fit. The first rule that fits is used.
+        takes_sparse: True if the rule holds for sparse tensors too.
+        moves: True if the operator only moves elements.
+        keeps_weights: True if the operator converts a weight to another view or dtype. It is recomputed at each use of
+            the weight.
+        keeps_masks: True if the operator converts a mask to another mask that selects as many elements.
+        selects: True if the second argument selects elements of the first: a slice, or all elements equal to a number.
+        has_gradient: True if the result may need a gradient.
+        has_reduction: True if the operator is a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
+        draws_noise: True if the second argument is noise, which the local form can draw instead.
         cost: cost properties that do not follow from the shapes of a call.
     """
 
@@ -137,7 +139,9 @@ class Rule:
 
 @cache
 def parse(text: str) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
-    """Return the dims of the operands left and right of the arrow. `("...",)` is any number of dims.
+    """Parse a line of the notation: return the dims of the operands left and right of the arrow.
+
+    The dim `("...",)` represents any number of dims.
 
     >>> parse("(g r) d -> d")
     (((('g', 'r'), ('d',)),), ((('d',),),))
@@ -153,10 +157,10 @@ def _parse_operand(text: str) -> tuple[Dim, ...]:
 
 
 def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
-    """Return the dims of an operand with `...` replaced by as many named dims as the shape needs.
+    """Return the dims of an operand, with `...` replaced by as many named dims as the shape needs.
 
-    None if the shape has too few dims, or too many for an operand without `...`. The named dims `...1`, `...2` are
-    numbered from the right.
+    The named dims are `...1`, `...2`, numbered from the right. None if the shape has too few dims, or too many for an
+    operand without `...`.
     """
     if ("...",) not in terms:
         return terms if len(terms) == len(shape) else None

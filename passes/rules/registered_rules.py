@@ -38,7 +38,10 @@ def has_rule(name: str) -> bool:
 
 
 def contracted(rule: Rule) -> list[str]:
-    """Return the shardable factors that an output lacks: if one is sharded, the output is a partial sum."""
+    """Return the shardable factors that an output lacks.
+
+    If such a factor is sharded, the output is a partial sum.
+    """
     lacking: dict[str, None] = {}
     for text in (rule.text, *rule.also):
         left, right = parse(text)

@@ -1,4 +1,4 @@
-"""Table of operators: one row (`Rule`) per operator, with its sharding rule, without logic.
+"""Table of operators. It has one row (`Rule`) per operator, with the operator's sharding rule.
 
 `notation.py` explains the notation of sharding rules and the other fields of a row.
 """

@@ -40,7 +40,8 @@ class Converter:
         trace: the traced model.
         decisions: the decisions of the plan.
         sizes: {axis: number of ranks}, including the microbatch axis and flattened axes that store parameters.
-        emitter: given a stage and a traced node, returns a function that adds nodes to the stage's graph.
+        emitter: function of a stage and a traced node that returns a function. The returned function adds nodes to the
+            stage's graph.
         mark: records on a generated node which traced value it has, and in which layout.
     """
 
@@ -51,9 +52,11 @@ class Converter:
         self.trace, self.decisions, self.sizes, self.emitter, self.mark = trace, decisions, sizes, emitter, mark
 
     def convert(self, written: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
-        """Convert a value from layout `source` to layout `target`, one axis after the other.
+        """Convert a value from layout `source` to layout `target`, axis by axis. Return the last node.
 
-        `written`: the generated node of the value. `node`: its traced node. Returns the generated node in `target`.
+        Args:
+            written: the generated node of the value.
+            node: the traced node of the value.
         """
         current = dict(source)
         for axis, place in self._steps(node, source, target):
@@ -66,9 +69,11 @@ class Converter:
         made: dict[tuple[fx.Node, Key], fx.Node], options: Mapping[str, Any] = MappingProxyType({}),
         dtype: torch.dtype | None = None,
     ) -> fx.Node:  # fmt: skip
-        """Convert a value to placement `place` on one axis, unless a node with the result exists. Return it.
+        """Return the node of a value with another placement on one axis. Reuse the node in `made`, or emit it.
 
-        `made`: {(traced node, layout): generated node}, to which a new node is added.
+        Args:
+            place: the new placement on `axis`.
+            made: {(traced node, layout): generated node}. A new node is added.
         """
         layout = tuple({**current, axis: place}.items())
         if (node, layout) not in made:
@@ -79,14 +84,14 @@ class Converter:
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
         """Yield the (axis, new placement) pairs that convert one layout to another, in order.
 
-        A layout of a parameter can have flattened axes, over which it is stored sharded. The parameter is first
-        gathered over these axes, because the target layout does not have them.
+        A parameter can be stored sharded over flattened axes, which the target layout does not have. It is first
+        gathered over these axes.
         """
         current = dict(source)
         whole = R_GRAD_P if facts(node)["needs_grad"] else R
         named = dict(target)
         target = (*((axis, whole) for axis in current if axis not in named), *target)
-        for axis, place in (*_brought_first(dict(source), dict(target), whole), *target):
+        for axis, place in (*_gathers_first(dict(source), dict(target), whole), *target):
             if current[axis] != place:
                 current[axis] = place
                 yield axis, place
@@ -101,9 +106,10 @@ class Converter:
         stage: StageDraft,
         options: Mapping[str, Any],
     ) -> fx.Node:
-        """Emit the operators that convert a value to another placement on one axis. Return the last one.
+        """Emit the operators that convert a value to another placement on one axis. Return the last node.
 
-        `options`: further arguments of the operator, such as the dtypes of a parameter.
+        Args:
+            options: further arguments of the operator, such as the dtypes of a parameter.
         """
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
@@ -118,22 +124,32 @@ class Converter:
         operation = getattr(autopart_ops, step.operator).default
         emit = self.emitter(stage, node)
         if step.operator == "all_to_all":
-            return emit(operation, written, axis, source.dim, place.dim, *_zigzags(source, place), **options)
+            return emit(operation, written, axis, source.dim, place.dim, *_section_arguments(source, place), **options)
         cut = source if source.is_shard else place
         if not cut.is_shard:
             return emit(operation, written, axis, **options)
         assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
         return emit(
-            operation, written, axis, cut.dim, self._size(node, current, axis, cut), list(cut.sections), **options
+            operation,
+            written,
+            axis,
+            cut.dim,
+            self._size_without_axis(node, current, axis, cut),
+            list(cut.sections),
+            **options,
         )
 
-    def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
-        """Return the size of the sharded dim of `cut`, divided over all axes that shard it except `axis`."""
+    def _size_without_axis(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
+        """Return the local size that a sharded dim would have if `axis` did not shard it.
+
+        Args:
+            cut: the placement that shards the dim.
+        """
         beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
         others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
         in_one_piece = not any(p.sections for p in (cut, *(current[a] for a in beside)))
         if beside and in_one_piece and full % (others * self.sizes[axis]):
-            raise _of_unequal_parts(node, cut.dim, axis, beside)
+            raise _uneven_experts_error(node, cut.dim, axis, beside)
         return full // others
 
     def sent(self, node: fx.Node, produced: Key) -> Key:
@@ -161,11 +177,14 @@ class Converter:
         return None if stored == precision.compute == precision.reduce else stored
 
     def read(self, node: fx.Node, produced: Key, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return a parameter in `layout` and in the compute dtype. `produced`: its stored layout.
+        """Return a parameter in `layout` and in the compute dtype.
 
         The first conversion that gathers the parameter also casts it, so that the smaller dtype is communicated.
-        Earlier conversions change only the gradient, which has the storage dtype there. Gather and cast are one
+        Earlier conversions change only the gradient, which has the stored dtype there. Gather and cast are one
         operator: if they were two, autograd would round the reduced gradient to the compute dtype between them.
+
+        Args:
+            produced: the layout in which the parameter is stored.
         """
         computed, precision = value(node).dtype, self.trace.precision
         stored = dtype = self.stored_dtype(node)
@@ -186,30 +205,30 @@ class Converter:
         return written if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, written, computed)
 
 
-def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
-    """Return the error for a dim of experts that several axes shard unevenly and one axis would convert."""
+def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
+    """Return the error for converting a dim of experts on one axis while other axes shard it unevenly."""
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
-        f"{axis} cannot shard or gather dim {dim} of {name} separately",
-        why=f"its {shape(node)[dim]} experts are also sharded unevenly over {' and '.join(beside)}, and an operator "
-        "other than the experts' products uses them",
-        hint=f"no pins that shard them over {axis}, or sizes of axes whose product divides them",
+        f"{axis} cannot shard or gather dim {dim} of {name}",
+        why=f"its {shape(node)[dim]} experts are sharded unevenly over {' and '.join(beside)}, and an "
+        "operator other than the experts' matrix products reads this dim",
+        hint=f"remove the pins that shard them over {axis}, or use axis sizes whose product divides their number",
     )
 
 
-def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
-    """Return the section arguments of an all-to-all; empty unless one of the placements is zigzag."""
+def _section_arguments(source: Placement, target: Placement) -> tuple[list[int], ...]:
+    """Return the sections of both placements, for an all-to-all; empty unless one is zigzag."""
     return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
 
 
 def _gradient_first(
     source: Layout, steps: Iterator[tuple[str, Placement]]
 ) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Order the steps of a layout conversion: first those that convert only the gradient.
+    """Order the steps of a layout conversion so that those that convert only the gradient come first.
 
-    They are the steps between two replicated placements. On a mesh axis that is part of a flattened storing axis (`dp`
-    of `dp_cp`), the gradient exists only after the gather over the flattened axis. So the step on such an axis is not
-    moved.
+    They are the steps between two replicated placements, such as `R` and `R(grad P)`. If a parameter is stored over a
+    flattened axis (`dp_cp`), a step on one of its mesh axes (`dp`) is not moved: the gradient exists only after the
+    gather over the flattened axis.
     """
     all_steps, joined = list(steps), {part for axis in source for part in mesh_axes_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps
@@ -217,12 +236,14 @@ def _gradient_first(
     return [*of_gradient, *(step for step in all_steps if step not in of_gradient)]
 
 
-def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
+def _gathers_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
     """Yield the gathers that must precede all other steps of a conversion, as (axis, placement).
 
-    Shards must be concatenated in the right order. If several axes shard a dim, or another axis will shard it, the dim
-    is gathered first, innermost axis first. If an outer axis changes how it shards a dim, an inner axis that keeps its
-    placement is gathered too, and shards the dim again at the end.
+    The gathers keep the shards of a dim in order:
+
+    - If several axes shard a dim, or another axis will shard it, the dim is gathered first, innermost axis first.
+    - If an outer axis changes how it shards a dim, the dim is gathered over an inner axis too, even if the inner axis
+      keeps its placement. The inner axis shards the dim again at the end.
     """
     axes = list(current)
     for axis in reversed(axes):

@@ -1,10 +1,11 @@
 """Write the program of every stage: a pure function of the annotated graph and the decisions.
 
-Each operator computes its result in the layout of its strategies. The result is converted, once for each target
-layout, to the layouts that its consumers need. Values that depend only on inputs are computed on every stage that needs
-them: full values in the stage's prologue (once per call, on the global batch), samples of one rank in the stage graph.
-Weights are read on the stage that uses them. All other values that a later stage needs are sent through the stages
-between.
+Each operator computes its result in the layout of its strategies. The result is converted to the layouts that its users
+need, once for each layout. Weights are read on the stage that uses them.
+
+Values that depend only on the model's inputs are computed on every stage that needs them. The stage's prologue computes
+full values, once per call on the global batch. The stage graph computes values of one rank's samples. All other values
+that a later stage needs are sent through the stages between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopart.errors import InputError, OptionError
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
-    NOT_EXACT,
+    RNG_EXACT_UNSUPPORTED,
     describe,
     draws_random_numbers,
     inexact,
@@ -70,11 +71,11 @@ def lower(
     """Return the program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
     Args:
-        whole_outputs: True gathers outputs over the batch axes (for a call). False leaves their placement, such as a
-            partial sum of the loss (for a training step, which reduces it once).
+        whole_outputs: True to gather outputs over the batch axes, for a call. False to leave their placement, such as a
+            partial sum of the loss, for a training step, which reduces the loss once.
         rng: "exact" draws the random numbers of a single device, "fast" draws dropout noise on each rank.
-        beside: more outputs, which follow `outputs` and are always gathered.
-        local_rows: each data rank gets its own samples of a gathered output.
+        beside: additional outputs, which come after `outputs` and are always gathered.
+        local_rows: True to return to each data-parallel rank only its own samples of a gathered output.
     """
     writer = _Writer(trace, decisions, rng, local_rows)
     ends = [o for o in (*outputs, *beside, *trace.buffer_updates.values()) if isinstance(o, fx.Node)]
@@ -85,10 +86,10 @@ def lower(
     return writer.finish([*((o, whole_outputs) for o in outputs), *((o, True) for o in beside)])
 
 
-def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the noise operators that are not written, because the dropouts that use them draw noise.
+def _replaced_noise(random: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the random operators whose noise is used only by dropouts that depend on a parameter.
 
-    Each rank draws the noise of its own shard. All users of such an operator are dropouts that depend on a parameter.
+    They are not written: each dropout draws the noise of its own shard on each rank.
     """
     return {
         node for node in random
@@ -97,14 +98,14 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
-    """Raise OptionError if `rng="exact"` is set and a random operator cannot match a single device."""
+    """Raise OptionError for `rng="exact"` if a random operator cannot match a single device."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
-            raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
+            raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")
 
 
 def write_local(call: LocalCall) -> fx.Node:
-    """Write a call for one rank: with the local form of its rule if there is one, else the traced call."""
+    """Write a call for one rank: by the local form of its rule, or as traced if it has no local form."""
     local = local_form(call.node)
     written = local(call) if local is not None else None
     return call.as_traced() if written is None else written
@@ -123,7 +124,7 @@ class _Writer:
         self.row_axes = decisions.row_axes
         self.stages = [StageDraft(i) for i in range(decisions.num_stages)]
         random = [node for node in operators(trace.graph) if draws_random_numbers(node)]
-        self.not_drawn = _drawn_in_place(random) if rng == "fast" else set()
+        self.not_drawn = _replaced_noise(random) if rng == "fast" else set()
         self.draws = [node for node in random if node not in self.not_drawn]
         _check_draws(self.draws, rng)
         self.empty: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
@@ -136,12 +137,12 @@ class _Writer:
             if self.has_seeds:
                 stage.seeds = stage.prologue.placeholder(SEEDS)
             for node in self.draws:
-                self._whole(node, stage)
+                self._in_prologue(node, stage)
 
     # Layouts
 
     def key(self, node: fx.Node, places: Layout) -> Key:
-        """Return `places` completed to a layout over all axes, with `R` on axes without a placement.
+        """Return a layout over all axes: the placements in `places`, and `R` on all other axes.
 
         If the value has no gradient, `R(grad P)` becomes `R`.
         """
@@ -154,7 +155,7 @@ class _Writer:
         source, index = source_of(node)
         if source.op == "placeholder":  # an input that needs a gradient: replicated, as the caller has it
             return self.key(source, {})
-        if facts(source)["role"] == PARAMETER:  # each part of the batch gives a part of the gradient
+        if facts(source)["role"] == PARAMETER:  # each shard of the batch contributes to the gradient
             rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
             stored = self.decisions.stored.get(source.target, {})
             joined = {axis: place for axis, place in stored.items() if axis not in self.sizes}
@@ -163,7 +164,7 @@ class _Writer:
         return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
 
     def wanted(self, node: fx.Node, position: int, used: fx.Node) -> Key:
-        """Return the layout in which operator `node` needs its input `used`, which has index `position`."""
+        """Return the layout in which `node` needs its tensor input `used`, which has index `position`."""
         return self.key(used, {axis: on[node].inputs[position] for axis, on in self.chosen.items()})
 
     # Emitting
@@ -207,7 +208,7 @@ class _Writer:
             written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
-        """Write one operator. Copy its `block` and `times` to all nodes that are generated for it."""
+        """Write one operator. Copy its facts `block` and `times` to all nodes that are generated for it."""
         block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
@@ -216,7 +217,7 @@ class _Writer:
             written.meta.update(block_facts)
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
-        """Write one operator on its stage, with its inputs converted to the layouts that it needs."""
+        """Write one operator on its stage, with its inputs converted to the layouts that the operator needs."""
         stage = stage or self.stages[self.decisions.stage_of[node]]
         positions = iter(range(len(tensor_inputs(node))))
 
@@ -239,15 +240,15 @@ class _Writer:
 
     def _store(self, node: fx.Node, written: fx.Node, stage: StageDraft) -> None:
         if isinstance(value(node), torch.Tensor):
-            self._keep(written, node, self.produced(node), stage)
+            self._record(written, node, self.produced(node), stage)
             return
         for user in node.users:  # a tuple: write its projections
             if user.target is operator.getitem:
                 part = stage.graph.call_function(operator.getitem, (written, user.args[1]))
-                self._keep(part, user, self.produced(user), stage)
+                self._record(part, user, self.produced(user), stage)
 
-    def _keep(self, written: fx.Node, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Record `written` as the node of a traced value in this layout on a stage, and return it."""
+    def _record(self, written: fx.Node, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
+        """Record `written` as the node of a traced value in a layout on a stage. Return `written`."""
         self.mark(written, node, layout)
         stage.made[node, layout] = written
         return written
@@ -255,7 +256,7 @@ class _Writer:
     # Reading
 
     def get(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return the node of a value in this layout on a stage.
+        """Return the node of a value in a layout on a stage.
 
         An existing node is reused. Otherwise the value is converted, received from an earlier stage, or computed.
         """
@@ -270,16 +271,16 @@ class _Writer:
             produced = self.produced(node)
             if self._is_received(node, stage) and layout == self.converter.sent(node, produced):
                 return self._receive(node, produced, stage)
-            source = self._at_home(node, produced, stage, role)
+            source = self._in_produced_layout(node, produced, stage, role)
             if produced == layout:
                 return source
             written = self.converter.convert(source, node, produced, layout, stage)
-        return self._keep(written, node, layout, stage)
+        return self._record(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return a layout in which the stage already has the value, if only the gradient's placement differs.
+        """Return a layout in which the stage already has the value, for an operator without gradient.
 
-        Otherwise returns `layout`. Used for operators without gradient.
+        It may differ from `layout` in the gradient's placement. If there is none, returns `layout`.
         """
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
@@ -287,26 +288,26 @@ class _Writer:
                 return key
         return layout
 
-    def _at_home(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
-        """Return the node of a value in the layout in which it is computed, stored or received (`produced`).
+    def _in_produced_layout(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
+        """Return the node of a value in the layout `produced`, in which it is computed, stored or received.
 
         The value is a parameter, a view of a weight, an input with a gradient, or a value of this or an earlier stage.
         """
         if (node, produced) in stage.made:
             return stage.made[node, produced]
         if role == PARAMETER:
-            self._keep(stage.parameter(node), node, produced, stage)
+            self._record(stage.parameter(node), node, produced, stage)
         elif role == WEIGHT:
             self.write(node, stage)
         elif node.op == "placeholder":
             self._check_input_gradient(node)
-            self._keep(self._stage_input(node, None, stage), node, produced, stage)
+            self._record(self._stage_input(node, None, stage), node, produced, stage)
         else:
             self.converter.gather(self._receive(node, produced, stage), node, produced, stage)
         return stage.made[node, produced]
 
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
-        """Return the received node of a value that an earlier stage computes. All stages between pass it on."""
+        """Return the received node of a value of an earlier stage. All stages between pass the value on."""
         assert stage.index > 0, f"{node.name} is used on a stage before the one that computes it"
         sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
         if (node, sent) in stage.made:
@@ -317,13 +318,13 @@ class _Writer:
             self._receive(node, produced, before)
         before.sends.append((node, sent))
         stage.receives.append((node, sent))
-        return self._keep(stage.placeholder(node.name), node, sent, stage)
+        return self._record(stage.placeholder(node.name), node, sent, stage)
 
     def _is_received(self, node: fx.Node, stage: StageDraft) -> bool:
         return self.decisions.stage_of.get(source_of(node)[0], stage.index) < stage.index
 
     def _check_input_gradient(self, node: fx.Node) -> None:
-        """Raise InputError for an input with a gradient if there are several stages or microbatches."""
+        """Raise InputError for an input that needs a gradient if there are several stages or microbatches."""
         if len(self.stages) == 1 and MICROBATCH_AXIS not in self.sizes:
             return
         through = "a pipeline" if len(self.stages) > 1 else "microbatches"
@@ -333,7 +334,7 @@ class _Writer:
             hint=f"{facts(node)['input_name']}.detach(), or a mesh without pp and microbatches=1",
         )
 
-    # Values of the inputs alone
+    # Values that depend only on the inputs
 
     def _from_inputs(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
         places = dict(layout)
@@ -343,13 +344,13 @@ class _Writer:
             return self.converter.convert(self.get(node, before, stage), node, before, layout, stage)
         if not batch.is_shard:
             return self._stage_input(node, None, stage)
-        rows = self._rows(node, batch, stage)
+        rows = self._local_samples(node, batch, stage)
         return rows if rows is not None else self._stage_input(node, batch, stage)
 
-    def _rows(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
+    def _local_samples(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
         """Compute this rank's samples of a value from its samples of the inputs.
 
-        Returns None if the operator's rule does not allow it.
+        Returns None if the operator's rule does not allow the batch to be sharded.
         """
         shards = math.prod(self.sizes[axis] for axis in self.row_axes)
         strategy = rows_of(node, batch, shards)
@@ -366,19 +367,20 @@ class _Writer:
         return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
-        """Add a keyword input to the stage graph for a value that the prologue computes in full. Return it.
+        """Add a keyword input to the stage graph for a value that the prologue computes. Return its node.
 
-        `batch`: the runtime passes each rank and microbatch its shard with this placement; None: the full value.
+        Args:
+            batch: placement of the shard that the runtime passes to each rank and microbatch; None: the full value.
         """
         rows = "" if batch is None or not self.row_axes else "_rows"
         placeholder = stage.placeholder(f"{node.name}_{stage.index}{rows}")
         cut = (None, ()) if batch is None else (batch.dim, batch.sections)
         stage.inputs.append(StageInput(placeholder.target, *cut))
-        stage.prologue_outputs.append(self._whole(node, stage))
+        stage.prologue_outputs.append(self._in_prologue(node, stage))
         return placeholder
 
-    def _whole(self, node: fx.Node, stage: StageDraft) -> fx.Node:
-        """Return the node of the full value in the stage's prologue. A missing node is added with its inputs."""
+    def _in_prologue(self, node: fx.Node, stage: StageDraft) -> fx.Node:
+        """Return the node of a full value in the stage's prologue. If it is missing, add it and its inputs."""
         if node not in stage.whole:
             if node.op == "get_attr":
                 whole = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)
@@ -388,7 +390,7 @@ class _Writer:
                     whole = stage.prologue.call_function(torch.ops.aten.clone.default, (whole,))
                     whole.meta = {"val": value(node)}
             else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._whole(n, stage))
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._in_prologue(n, stage))
                 whole = stage.prologue.call_function(node.target, args, kwargs)
                 whole.meta = {k: v for k, v in node.meta.items() if k in (*CARRIED, "val", "times")}
             stage.whole[node] = whole
@@ -397,16 +399,24 @@ class _Writer:
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
-        """Return the program of these outputs, each with a flag: True gathers it over the batch axes."""
+        """Return the program that computes these outputs.
+
+        Args:
+            outputs: pairs (node or constant, True to gather it over the batch axes).
+        """
         last = self.stages[-1]
         results: list[Output] = []
+        end = self.trace.graph.output_node()
+        flat, numbers = end.args[0], facts(end).get("numbers", ())
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
         for output, whole in outputs:
             if not isinstance(output, fx.Node):
                 results.append(Output(None, {}, output))
                 continue
             layout = self._output_layout(output, whole, self.local_rows)
-            results.append(Output(len(nodes), dict(layout), made_of=self._made_of(output)))
+            is_number = any(output is flat[index] for index in numbers)
+            made_of = self._input_names(output)
+            results.append(Output(len(nodes), dict(layout), made_of=made_of, is_number=is_number))
             nodes.append((output, layout, self.get(output, layout, last)))
         for name, node in self.trace.buffer_updates.items():
             self._update(name, node)
@@ -427,8 +437,8 @@ class _Writer:
             reduce_dtype=self.trace.precision.reduce if self.trace.precision is not None else None,
         )  # fmt: skip
 
-    def _made_of(self, output: fx.Node) -> frozenset[str]:
-        """Return the names of the model inputs that an output depends on; empty unless `local_rows`."""
+    def _input_names(self, output: fx.Node) -> frozenset[str]:
+        """Return the names of the model inputs on which an output depends; empty unless `local_rows`."""
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}
@@ -440,14 +450,17 @@ class _Writer:
         source, _ = source_of(node)
         if facts(source)["role"] in (INPUT, DATA):
             first = self.stages[0]
-            first.updates.append((BufferUpdate(name, True, {}), self._whole(node, first)))
+            first.updates.append((BufferUpdate(name, True, {}), self._in_prologue(node, first)))
             return
-        home = self.stages[self.decisions.stage_of.get(source, self._first_reader(source))]
+        home = self.stages[self.decisions.stage_of.get(source, self._first_possible_stage(source))]
         layout = self._output_layout(node, True)
         home.updates.append((BufferUpdate(name, False, dict(layout)), self.get(node, layout, home)))
 
-    def _first_reader(self, source: fx.Node) -> int:
-        """Return the first stage on which a value can be computed: it has all parameters that are needed."""
+    def _first_possible_stage(self, source: fx.Node) -> int:
+        """Return the first stage that can compute a value.
+
+        Each parameter on which the value depends is read on this stage or on an earlier one.
+        """
         readers = self._readers()
         made_of = {source, *nx.descendants(reads(self.trace.graph), source)}
         names = [n.target for n in made_of if n.op == "get_attr" and facts(n)["role"] == PARAMETER]

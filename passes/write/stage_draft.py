@@ -50,15 +50,15 @@ class StageDraft:
         return placeholder
 
     def parameter(self, node: fx.Node) -> fx.Node:
-        """Add a node to the stage graph that reads a parameter in its stored layout. Return it."""
+        """Add a node to the stage graph that reads a parameter in its stored layout. Return the node."""
         self.parameters[node.target] = None
         return self.graph.create_node("get_attr", node.target, (), {}, node.name)
 
     def output(self, values: Sequence[fx.Node]) -> None:
         """Add the outputs of the stage graph and of its prologue.
 
-        The stage graph returns `values` and the buffers that it updates. The prologue returns the inputs that it
-        computes for the stage graph, and the buffers whose new values depend only on inputs.
+        The stage graph returns `values`, and new values of the buffers that it updates. The prologue returns the inputs
+        that it computes for the stage graph, and new values of buffers that depend only on the model's inputs.
         """
         new = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
                 (True, False)}  # fmt: skip
@@ -66,11 +66,11 @@ class StageDraft:
         self.prologue.output((*self.prologue_outputs, *new[True]))
 
     def finish(self, trace: Trace, sizes: Mapping[str, int], mark: Callable[[fx.Graph], None]) -> Stage:
-        """Return the stage, once `output` has been called.
+        """Return the finished stage. `output` must have been called.
 
         Args:
             sizes: sizes of the mesh axes.
-            mark: a function that can rewrite and reorder the stage graph.
+            mark: function that marks recomputed regions. It can rewrite and reorder the stage graph.
         """
         received = [self.made[value] for value in self.receives]
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]
@@ -89,7 +89,7 @@ class StageDraft:
 
 
 def _module(graph: fx.Graph, trace: Trace) -> fx.GraphModule:
-    """Return a module for a graph: parameters and buffers on meta, constants with their values."""
+    """Return a module for a graph, with parameters and buffers on `meta`, and constants with their values."""
     attributes: dict[str, Any] = {}
     for node in graph.find_nodes(op="get_attr"):
         constant = trace.constants.get(node.target)
@@ -114,7 +114,7 @@ def _boundary(node: fx.Node, layout: Key, sizes: Mapping[str, int]) -> Boundary:
 def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: int) -> dict[str, set[int]]:
     """Return {parameter: stages that read it, directly or through a view}.
 
-    The model's outputs count as read on the last stage (`last`).
+    Parameters that the model returns count as read on the stage `last`.
     """
     readers: dict[str, set[int]] = {}
     for node, stage in (*stage_of.items(), (outputs, last)):

@@ -1,1 +1,1 @@
-"""Batches of a call: the samples of a rank, the outputs of a call, buffer updates."""
+"""Split the inputs of a call into the samples of each rank, merge the outputs, and update buffers."""

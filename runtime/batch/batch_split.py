@@ -18,9 +18,10 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class LocalSamples:
-    """A rank's local samples, passed to a prologue in place of the global value of an input.
+    """A rank's local samples of an input, for `local_batch=True`.
 
-    The prologue must return them unchanged.
+    A stage's prologue (the graph that computes masks and positions from the global batch) gets this object instead of
+    the global tensor, and returns it unchanged.
     """
 
     rows: Tensor
@@ -29,10 +30,12 @@ class LocalSamples:
 def stage_arguments(
     program: Program, inputs: Sequence[StageInput], values: Sequence[Any], coordinates: Mapping[str, int]
 ) -> list[Arguments]:
-    """Return the keyword arguments of one stage graph on one rank, one mapping per microbatch.
+    """Return the keyword arguments of one stage graph on one rank: one mapping per microbatch.
 
-    `values` are the outputs of the stage's prologue for the global batch. A value with a batch dim is split into
-    contiguous blocks of samples, first over ranks, then over microbatches.
+    A value with a batch dim is split into contiguous blocks of samples, first over ranks, then over microbatches.
+
+    Args:
+        values: outputs of the stage's prologue (the graph that computes masks and positions) for the global batch.
     """
     per_microbatch: list[Arguments] = [{} for _ in range(program.microbatches)]
     for stage_input, value in zip(inputs, values, strict=True):
@@ -60,30 +63,29 @@ def _block(value: Tensor, dim: int, sections: Sections, num_blocks: int, index: 
 
 
 def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Merge the outputs of all microbatches to one tensor per output of the last stage's graph.
+    """Merge the outputs of all microbatches: one tensor per output of the last stage's graph.
 
-    An output of a microbatch has one block of samples per data rank, because the batch is split over data ranks first.
-    The merged output has, for each data rank, its samples of all microbatches. If every rank passes local samples
-    (`local_batch=True`), outputs are local too.
+    Every microbatch has samples of every data rank. The merged tensor is sorted by data rank: all samples of the first
+    data rank, then those of the second. With `local_batch=True` the outputs have only this rank's samples.
 
     Args:
-        outputs: for each microbatch, its outputs.
+        outputs: for each microbatch, the outputs of the last stage's graph.
     """
-    placements = _placements(program)
+    placements = _microbatch_placements(program)
     num_blocks = program.data_parallel_size if program.row_inputs is None else 1
     columns = zip(placements, zip(*outputs, strict=True), strict=True)
     return [_merge(values, placement, num_blocks) for placement, values in columns]
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
-    """Merge the tensors of all microbatches as their placement in `layout` requires."""
+    """Merge one output of all microbatches: concatenate shards, add partial sums, or take the first."""
     return _merge(values, layout.get(MICROBATCH_AXIS, R), program.data_parallel_size)
 
 
 def merged_shapes(program: Program) -> list[tuple[int, ...]]:
-    """Return the shapes of the results of `merge_microbatches`."""
+    """Return the shapes of the tensors that `merge_microbatches` returns."""
     shapes = []
-    for placement, boundary in zip(_placements(program), program.stages[-1].sends, strict=True):
+    for placement, boundary in zip(_microbatch_placements(program), program.stages[-1].sends, strict=True):
         shape = list(boundary.shape)
         if placement.is_shard:
             shape[placement.dim] *= program.microbatches
@@ -91,8 +93,8 @@ def merged_shapes(program: Program) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _placements(program: Program) -> list[Placement]:
-    """Return the placement over microbatches of each output of the last stage's graph."""
+def _microbatch_placements(program: Program) -> list[Placement]:
+    """Return how microbatches of each last-stage output merge: S (concatenate), P (add), R (take one)."""
     layouts = {output.position: output.layout for output in program.outputs}
     return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
 

@@ -28,8 +28,8 @@ def buffer_updates_of(
     """Return {buffer: new value} for the buffers that a stage updates.
 
     Args:
-        prologue: outputs of the stage's prologue that are buffer updates.
-        graph: for each microbatch, outputs of the stage's graph that are buffer updates.
+        prologue: new values that the stage's prologue has computed from the global batch.
+        graph: for each microbatch, new values that the stage's graph has computed.
     """
     new = {update.name: value for update, value in zip(stage.prologue_updates, prologue, strict=True)}
     columns = zip(*graph, strict=True) if graph else ()
@@ -45,9 +45,12 @@ def write_buffers(
     process: Process,
     stage_style: str,
 ) -> None:
-    """Write the new values of all stages into this rank's `buffers`.
+    """Write the new buffer values of all stages into this rank's `buffers`.
 
-    `by_stage`: {stage: {buffer: new value}} of the stages that run on this rank. Other stages' values are broadcast.
+    Ranks receive the values of stages that they do not run in a broadcast along `pp`.
+
+    Args:
+        by_stage: {stage: {buffer: new value}} of the stages that run on this rank.
     """
     for stage in program.stages:
         if not stage.updates:

@@ -1,8 +1,8 @@
 """Gather the global batch if every rank passes only its own samples (`local_batch=True`).
 
-A prologue computes masks, positions and label counts from the global batch. So the inputs that it uses, such as tokens
-and labels, are all-gathered over the data ranks in one collective. Inputs that a prologue only splits into samples,
-such as images in most models, stay local.
+A stage's prologue is the graph that computes masks, positions and label counts from the global batch. So the inputs
+that it uses, such as tokens and labels, are all-gathered over the data ranks in one collective. Inputs that a prologue
+only splits into samples, such as images in most models, stay local.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from autopart.runtime.comm.process_mesh import Process
 
 
 def globally_used_inputs(program: Program) -> frozenset[str]:
-    """Return the inputs whose global value a prologue or a weight update uses.
+    """Return the inputs to all-gather, because every rank needs the samples of all ranks.
 
-    For all other inputs, prologues return the local samples unchanged.
+    A prologue computes masks or positions from them, or they are token ids that select embedding rows to renormalise
+    (`max_norm`). Prologues return all other inputs unchanged.
     """
     tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
     used = {program.input_names[position] for table in tables for position in table.reads}
@@ -42,31 +43,34 @@ def globally_used_inputs(program: Program) -> frozenset[str]:
 
 
 class LocalBatch:
-    """Gathers the samples of all ranks, for the calls of one program."""
+    """Gathers the samples of all data ranks in each call of one program."""
 
     def __init__(self, program: Program, process: Process):
         assert program.row_inputs is None or not program.copied, "rows of equal number divide over the ranks"
         self.program, self.process = program, process
         rows = program.row_inputs or frozenset()
         self.axes = program.mesh.along("rows")
-        self.whole = rows & globally_used_inputs(program) if self.axes else frozenset()
-        self.own = rows - self.whole if self.axes else frozenset()
+        self.gathered_inputs = rows & globally_used_inputs(program) if self.axes else frozenset()
+        self.local_inputs = rows - self.gathered_inputs if self.axes else frozenset()
 
     @property
     def is_communicated(self) -> bool:
         """True if a call gathers any input."""
-        return bool(self.whole)
+        return bool(self.gathered_inputs)
 
     def gather_batch(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the global batch from local samples; inputs that stay local become `LocalSamples`."""
+        """Return the inputs with gathered samples. Inputs that stay local become `LocalSamples`."""
         named = dict(zip(self.program.input_names, inputs, strict=True))
-        names = [name for name in named if name in self.whole]
+        names = [name for name in named if name in self.gathered_inputs]
         gathered = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
-        own_rows = {name: LocalSamples(named[name]) for name in self.own}
+        own_rows = {name: LocalSamples(named[name]) for name in self.local_inputs}
         return [gathered.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
     def as_loss_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of a differentiable call. Their backward reduces gradients over all ranks."""
+        """Return the outputs of a differentiable call, for a loss that each rank computes from its samples.
+
+        The backward of the returned outputs sums the gradients of replicated outputs over the data ranks.
+        """
         if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
             return list(outputs)
         kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
@@ -89,7 +93,10 @@ class LocalBatch:
 
 
 def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> list[Tensor]:
-    """All-gather the samples of each tensor in rank order: one all-gather of bytes per axis."""
+    """All-gather the samples of each tensor in rank order.
+
+    The bytes of all tensors are packed into one vector, so there is one all-gather per mesh axis.
+    """
     packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
     rows, gathered = 1, packed
     for axis in reversed(axes):  # innermost first: its ranks are adjacent
@@ -105,7 +112,7 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
 
 
 class _GlobalValue(Function):
-    """Autograd function: global value of a local input. Backward returns the local samples' gradient."""
+    """Autograd function: return the gathered tensor of a local input. Backward takes the local samples."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -118,7 +125,7 @@ class _GlobalValue(Function):
 
 
 class _LocalSlice(Function):
-    """Autograd function: one rank's samples of a global value. Backward all-gathers the gradients."""
+    """Autograd function: take one rank's samples of a gathered tensor. Backward all-gathers gradients."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, rows: int, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:

@@ -2,13 +2,13 @@
 
 There are three kinds of outputs:
 
-- `ROWS`: the samples of this rank.
-- `VALUE`: depends on no sample, such as a parameter that the model returns. It is replicated.
-- `SUM`: depends on the samples of all ranks, such as a loss or a count. It is replicated.
+- `ROWS`: this rank's samples.
+- `VALUE`: replicated, and independent of the samples, such as a parameter that the model returns.
+- `SUM`: replicated, and computed from the samples of all ranks, such as a loss or a count.
 
-A loss that the user computes from `ROWS` or `VALUE` outputs is this rank's term of the total loss. The gradients of
-replicated outputs are then summed over all ranks. A loss computed only from `SUM` outputs is the loss of the global
-batch, which every rank computes. Its gradient needs no reduction.
+If a user computes a loss from `ROWS` or `VALUE` outputs, each rank has one term of the total loss. Then backward sums
+the gradients of replicated outputs over all ranks. If a user computes a loss only from `SUM` outputs, every rank has
+the total loss, and gradients need no reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OutputKind = Enum("OutputKind", ["ROWS", "VALUE", "SUM"])
 
 
 def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind:
-    """Return the kind of an output (see the list above in this file) if samples are split over `axes`."""
+    """Return the kind of an output: `ROWS`, `VALUE` or `SUM`. Samples are split over the mesh axes `axes`."""
     if any(axis in output.layout and output.layout[axis].is_shard for axis in axes):
         return OutputKind.ROWS
     return OutputKind.SUM if output.made_of & (program.row_inputs or frozenset()) else OutputKind.VALUE
@@ -37,7 +37,10 @@ def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind
 def as_loss_terms(
     outputs: Sequence[Tensor], kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup]
 ) -> list[Tensor]:
-    """Return the outputs. Their backward sums gradients over the loss terms of all ranks in the groups."""
+    """Return the outputs, for a loss that each rank computes from its samples.
+
+    The backward of the returned outputs sums the gradients of replicated outputs over the ranks in `groups`.
+    """
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
     if all(kinds[i] is OutputKind.ROWS for i in differentiable):
         return list(outputs)

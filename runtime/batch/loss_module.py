@@ -1,4 +1,4 @@
-"""Parameters and buffers of a loss module (`loss_fn`), which a step's program treats as its buffers."""
+"""Parameters and buffers of a loss module (`loss_fn`). The program of a step uses them as buffers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ SMALL = 2**16
 
 
 def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return {name in the program: tensor} of a loss module; {} if `loss_fn` is not a module."""
+    """Return {name in the program: tensor} of a loss module's parameters and buffers.
+
+    Returns {} if `loss_fn` is not a module.
+    """
     name = loss_name(model)
     return {f"{name}.{inside}": tensor.detach() for inside, tensor in criterion_tensors(loss_fn, model).items()}
 
 
 class Criterion:
-    """Copies of a loss module's tensors on this rank's device, for stage graphs."""
+    """Copies of a loss module's parameters and buffers on this rank's device."""
 
     def __init__(self, given: Mapping[str, Tensor], device: torch.device):
         with torch.inference_mode(False):
@@ -29,9 +32,9 @@ class Criterion:
         self._marks = {name: _mark(tensor) for name, tensor in given.items()}
 
     def follow(self, given: Mapping[str, Tensor], before_change: Callable[[], Any]) -> None:
-        """Copy values that have changed in the loss module since the last call.
+        """Copy the tensors of the loss module that have changed since the last call.
 
-        `before_change` is called before the first copy, because a step that uses the old values can be in flight.
+        `before_change` is called before the first copy, because a step in flight can still use the old values.
         """
         changed = [name for name, tensor in given.items() if self._differs(name, tensor)]
         if changed:

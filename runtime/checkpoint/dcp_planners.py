@@ -23,14 +23,15 @@ def plan_checkpoints_with(
     absent: Callable[[Mapping[str, Any], Collection[str]], Collection[str]],
     before_saving: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Patch torch's default planner to load tensors that are shards of saved tensors.
+    """Patch torch's default planner, so that it loads shards from full saved tensors.
 
     Args:
         kind: class of the shards.
-        check_loaded: called with (key, saved size, tensor), in place of the planner's comparison of sizes.
-        check_saved: called with (key, value) for every saved entry.
-        absent: maps (state dict, saved keys) to the keys of the state dict that a checkpoint can lack.
-        before_saving: called first, with the state dict, on every rank that saves.
+        check_loaded: called with (key, saved size, shard) instead of the planner's comparison of sizes.
+        check_saved: called with (key, value) for every entry to save.
+        absent: called with (state dict, saved keys). Returns keys that are not loaded, because the checkpoint lacks
+            them.
+        before_saving: called with the state dict on every rank, before a save is planned.
     """
     from torch.distributed.checkpoint import default_planner
 
@@ -63,7 +64,7 @@ def plan_checkpoints_with(
 
 
 class _PartOfSaved:
-    """Stand-in for a shard while a load is planned. It has no size, so that the planner compares no sizes."""
+    """Replacement for a shard while a load is planned. It has no size, so the planner compares no sizes."""
 
     def __init__(self, tensor: Any):
         self.__create_chunk_list__ = tensor.__create_chunk_list__
@@ -87,7 +88,8 @@ def reject_chunks_in_safetensors() -> None:
                 if count > 1:
                     raise CheckpointError(
                         f"safetensors cannot hold '{key}' as it is sharded on this mesh",
-                        why=f"this rank has {count} chunks of it; torch's writer keeps one tensor per name in a file",
+                        why=f"this rank has {count} chunks of it, and torch's writer keeps one tensor per name in "
+                        "a file",
                         hint="safetensors.torch.save_file(pm.full_state_dict(), path) on one rank, or a checkpoint in "
                         "torch's own format",
                     )
@@ -98,7 +100,7 @@ def reject_chunks_in_safetensors() -> None:
 
 @functools.cache
 def call_with_optimizers(call: Callable[[Optimizer], None]) -> None:
-    """Call `call` with every optimizer that is created, is copied, or gets new parameters from now on."""
+    """Patch `Optimizer` to call `call(optimizer)` after `add_param_group` and after copying or unpickling."""
     add, set_state = Optimizer.add_param_group, Optimizer.__setstate__
 
     @functools.wraps(add)

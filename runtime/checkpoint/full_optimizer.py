@@ -30,11 +30,11 @@ FullState = dict[str, Any]
 
 @dataclass(frozen=True)
 class ShardedMarker:
-    """Stand-in for a sharded tensor in the metadata that pipeline stages exchange."""
+    """Placeholder for a sharded tensor when pipeline stages exchange their optimizer state."""
 
 
 def canonical_names(program: Program, model: nn.Module) -> dict[str, str]:
-    """Return {any name of a parameter: its name in the model's `named_parameters()`}, in model order."""
+    """Map each name of a (possibly tied) parameter to its first name in `named_parameters()`."""
     first: dict[str, str] = {}
     stored_names = program.stored_names
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in stored_names]
@@ -77,7 +77,10 @@ def full_state(
 
 
 def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
-    """Exchange the state of all stages: {stored parameter name: {key: value, or ShardedMarker}}."""
+    """Return the optimizer state of all stages: {parameter name: {key: value, or ShardedMarker}}.
+
+    Ranks along `pp` exchange values that are not sharded, such as step counts. Sharded tensors are gathered later.
+    """
     local: dict[str, dict[str, Any]] = {}
     for parameter in parameters_of(optimizer):
         shard_info = shard_info_of(parameter)
@@ -93,8 +96,8 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
                 if value.numel() > 1 and shard_info.cuts and values[key] != ShardedMarker():
                     raise CheckpointError(
                         f"'{key}' of '{shard_info.name}' cannot be gathered",
-                        why=f"it has shape {tuple(value.shape)}, this rank's shard of the parameter "
-                        f"{tuple(parameter.shape)}: how it is sharded is unknown",
+                        why=f"it has shape {tuple(value.shape)}, and this rank's shard of the parameter has "
+                        f"{tuple(parameter.shape)}, so its sharding is unknown",
                         hint="an optimizer whose state has the shape of its parameters, such as torch.optim.AdamW",
                     )
         local[shard_info.name] = values
@@ -104,7 +107,8 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
 def _group_dict(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
     """Return an optimizer group in state-dict form.
 
-    `order`: sort its parameters in the model's order, for groups that were merged from several stages.
+    Args:
+        order: {parameter name: index in the model}, to sort a group that was merged from several stages.
     """
     rows = list(zip(group.names, group.user_names or group.names, strict=True))
     if order is not None:
@@ -154,8 +158,8 @@ def _check_format(full: Mapping[str, Any], first: Mapping[str, str]) -> None:
         raise CheckpointError(
             "this optimizer state is keyed by parameter index",
             why="indices differ between meshes",
-            hint="pm.full_optimizer_state_dict(optimizer), or of an unpartitioned model torch.distributed.checkpoint."
-            "state_dict.get_optimizer_state_dict(model, optimizer)",
+            hint="save pm.full_optimizer_state_dict(optimizer); for an unpartitioned model, "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
         )
     unknown = [name for name in names if name not in first]
     if unknown:
@@ -169,9 +173,9 @@ def _options(
     group_by_name: Mapping[str, int],
     saved: list[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the options (learning rate, ...) of an optimizer's group.
+    """Return the options (such as the learning rate) to load into an optimizer's group.
 
-    They are those of the saved group with its parameters. Raises CheckpointError if there is no such group.
+    They come from the saved group that has the same parameters. Raises CheckpointError without such a group.
     """
     missing = [name for name in names if name not in group_by_name]
     if missing:
@@ -223,7 +227,8 @@ class OptimizerStateMethods:
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
         """Load a full optimizer state, saved on any mesh or from the unpartitioned model.
 
-        Every rank passes the full state and keeps its shards. Raises CheckpointError if it does not fit.
+        Every rank passes the full state and keeps its shards. Raises CheckpointError if the state does not match the
+        optimizer.
 
         Example:
             pm.load_full_optimizer_state_dict(optimizer, torch.load("optimizer.pt"))

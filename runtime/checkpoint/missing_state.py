@@ -1,8 +1,8 @@
 """Parameters without optimizer state in a checkpoint, because they had no gradient before the save.
 
-torch's `get_state_dict` creates state for every parameter before a load, and `torch.distributed.checkpoint` then
-requires all of it in the checkpoint. This module leaves out parameters for which the checkpoint has no state. After
-`optimizer.load_state_dict` they have no state, as when the checkpoint was saved.
+Before a load, torch's `get_state_dict` creates state for every parameter. Then `torch.distributed.checkpoint` requires
+state of every parameter in the checkpoint. This module excludes the parameters whose state the checkpoint lacks. After
+`optimizer.load_state_dict` they have no state, as at the save.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ _ABSENT: Any = WeakIdKeyDictionary()
 _STATE = "state"
 
 
-def belongs_to(value: Tensor, name: str) -> None:
-    """Record that a plain tensor is optimizer state of the parameter `name`."""
+def record_parameter_of(value: Tensor, name: str) -> None:
+    """Record the name of the parameter to which a replicated tensor of optimizer state belongs."""
     _OWNERS[value] = name
 
 
 def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) -> set[str]:
-    """Return the optimizer state keys of all parameters without state in a checkpoint. Mark their tensors.
+    """Return the optimizer state keys of all parameters that have no state in a checkpoint.
+
+    Also marks the tensors under these keys, so that `without_absent` removes them after the load.
 
     Args:
-        state_dict: the state dict to load, flat.
-        saved: the keys of the checkpoint. If it has no optimizer state at all, the result is empty, and torch reports
-            the error.
+        state_dict: the flat state dict to load.
+        saved: the keys of the checkpoint. If none is optimizer state, the result is empty, and torch reports the error.
     """
     by_head: dict[tuple[str, str], dict[str, Any]] = {}
     for key, value in state_dict.items():
@@ -50,7 +51,7 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
 
 def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Split an optimizer state key into the prefix of the optimizer and the prefix of the parameter.
+    """Return two prefixes of an optimizer state key: that of the optimizer and that of the parameter.
 
     `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
     """
@@ -63,7 +64,7 @@ def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
 
 
 def without_absent(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state dict entries, without parameters whose state the checkpoint lacked."""
+    """Return the entries of an optimizer's state dict whose state was in the checkpoint."""
     return {index: values for index, values in state.items() if not _is_absent(values)}
 
 

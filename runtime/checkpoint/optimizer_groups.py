@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer, with parameter names, merged over all pipeline stages."""
+"""Parameter groups of an optimizer by parameter names, merged over all pipeline stages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -
         shard_info = shard_info_of(parameter)
         if shard_info is None and parameter.numel():
             raise CheckpointError(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not of this module",
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that does not belong to this "
+                "module",
                 hint="one optimizer for the partitioned module, torch.optim.AdamW(pm.parameters())",
             )
         if shard_info is not None:
@@ -55,7 +56,7 @@ def _on_host(value: Any) -> Any:
 
 
 def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
-    """Merge the groups of all stages by index. Raises CheckpointError if they do not match."""
+    """Merge groups of all stages that have the same index. Raises CheckpointError if options differ."""
     counts = [len(groups) for groups in stages]
     are_equal = len(set(counts)) == 1 and all(
         _same_options(group, first) for groups in stages for group, first in zip(groups, stages[0], strict=True)
@@ -70,7 +71,7 @@ def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[Parameter
 
 
 def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
-    """Merge the groups of all stages by index, or by their options if a stage lacks some groups."""
+    """Merge groups of all stages: by index, or, if stages have different numbers of groups, by options."""
     if len({len(groups) for groups in stages}) == 1 or any(
         _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]
     ):

@@ -1,7 +1,7 @@
 """Optimizer state of a partitioned model: shards in state dicts, and full tensors by name.
 
-State with the shape of its parameter (moments, momentum) is sharded as the parameter is. Scalars (steps) are
-replicated.
+State tensors with the shape of their parameter, such as Adam's moments, are sharded like the parameter. Scalars, such
+as step counts, are replicated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopart.compat.torch_function_internals import on_local_values
 from autopart.compat.torch_internals import full_state_dicts_through
 from autopart.errors import CheckpointError
 from autopart.runtime.checkpoint.dcp_planners import call_with_optimizers
-from autopart.runtime.checkpoint.missing_state import belongs_to, without_absent
+from autopart.runtime.checkpoint.missing_state import record_parameter_of, without_absent
 from autopart.runtime.checkpoint.optimizer_groups import PARAMS, ParameterGroup, group_of, merge_by_index
 from autopart.runtime.checkpoint.saved_shard import (
     ShardOffsets,
@@ -40,10 +40,10 @@ _HOOKED: WeakSet[Optimizer] = WeakSet()
 
 
 def connect_state_dicts() -> None:
-    """Patch optimizers to save and load state dicts with shard offsets, and register shards with DCP.
+    """Patch optimizers, so that their state dicts contain shard offsets.
 
-    This affects only the state of partitioned models' parameters, in optimizers that are created after this call. DCP
-    is `torch.distributed.checkpoint`.
+    Also registers shards with `torch.distributed.checkpoint`. Optimizers that exist already are not changed, and the
+    state of parameters outside of partitioned models stays as it is.
     """
     connect_checkpoints()
     full_state_dicts_through(gather_state_dict, reject_unloaded_shards)
@@ -53,18 +53,18 @@ def connect_state_dicts() -> None:
 def _add_hooks(optimizer: Optimizer) -> None:
     if optimizer not in _HOOKED:
         _HOOKED.add(optimizer)
-        optimizer.register_state_dict_post_hook(_with_places)
+        optimizer.register_state_dict_post_hook(_add_shard_offsets)
         optimizer.register_load_state_dict_pre_hook(_with_local_shards)
 
 
 @on_local_values
-def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add shard offsets to an optimizer's state dict, for sharded tensors and for tensors of one stage."""
+def _add_shard_offsets(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Hook of `state_dict()`: replace tensors that are not equal on all ranks by `ShardTensor`."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
         return state_dict
-    state = _converted(state_dict["state"], dict(enumerate(parameters)), lambda _, *given: _placed_state(*given))
+    state = _converted(state_dict["state"], dict(enumerate(parameters)), lambda _, *given: _state_with_offsets(*given))
     groups = state_dict["param_groups"]
     if "pp" in process.groups:
         exchange = _Exchange(optimizer, process)
@@ -77,9 +77,10 @@ def _converted(
     parameters: Mapping[Any, nn.Parameter],
     convert: Callable[[str, Any, Tensor, ShardInfo], Any],
 ) -> dict[Any, Any]:
-    """Apply `convert` to the state of partitioned models' parameters, entry by entry.
+    """Return optimizer state with `convert` applied to each value of a partitioned model's parameter.
 
-    `parameters`: {key in `state`: parameter}.
+    Args:
+        parameters: {key in `state`: parameter}.
     """
     converted = {}
     for index, values in state.items():
@@ -91,19 +92,22 @@ def _converted(
     return converted
 
 
-def _placed_state(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Add shard offsets to a value of a parameter's state, if other ranks have other shards or parameters."""
+def _state_with_offsets(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
+    """Return a value of a parameter's optimizer state as a `ShardTensor`.
+
+    The value is returned unchanged if it is a scalar, or if all ranks have an equal tensor.
+    """
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return value
-    if value.dim() == 0 or shard_offsets_of(shard_info).is_whole:
-        belongs_to(value, shard_info.name)
+    if value.dim() == 0 or shard_offsets_of(shard_info).is_full:
+        record_parameter_of(value, shard_info.name)
     if value.dim() == 0:
         return value
     is_pipeline = shard_info.process.mesh.size("pp") > 1
     place = shard_offsets_of(shard_info, only_by_name=is_pipeline)
     if value.shape == parameter.shape:
-        return value if place.is_whole and not is_pipeline else as_shard(value, place, shard_info)
-    if not place.is_whole and value.numel() > 1:
+        return value if place.is_full and not is_pipeline else as_shard(value, place, shard_info)
+    if not place.is_full and value.numel() > 1:
         return ShardTensor(value, ShardOffsets(place.name, place.shape, None, place.keys))
     shape = tuple(value.shape)
     spans = tuple(((0, size),) for size in shape)
@@ -112,9 +116,9 @@ def _placed_state(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
 
 @on_local_values
 def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Replace full tensors in an optimizer's state dict by this rank's shards.
+    """Hook of `load_state_dict()`: replace full tensors by this rank's shards.
 
-    Raises CheckpointError if a tensor does not fit its parameter.
+    Raises CheckpointError if a tensor does not have the shape of its parameter.
     """
     saved = state_dict["param_groups"]
     parameters = parameters_of(optimizer)
@@ -130,17 +134,17 @@ def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
 
 def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce a saved group to the names of this rank's parameters, in this optimizer's order.
+    """Return a saved group with only this rank's parameter names, in the optimizer's order.
 
-    A group without names is returned unchanged. A group without options raises CheckpointError: torch found none of its
-    names in the checkpoint.
+    If the group has parameter indices instead of names, these are kept. Raises CheckpointError if the group has no
+    options, because then the checkpoint has no group with these parameters.
     """
     options = {key: value for key, value in saved.items() if key != PARAMS}
     keys = [_names(parameter) for parameter in group[PARAMS]]
     if not options and keys and any(key != [NO_PARAMETERS] for key in keys):
         raise CheckpointError(
-            f"the checkpoint has no group with '{keys[0][0]}'",
-            why="its groups of the optimizer name other parameters",
+            f"the checkpoint has no optimizer group with parameter '{keys[0][0]}'",
+            why="its optimizer groups contain other parameters",
             hint="save the unchanged result of get_state_dict(pm, optimizer), called on every rank",
         )
     names_here = [next((name for name in names if name in saved[PARAMS]), None) for names in keys]
@@ -154,7 +158,7 @@ def _names(parameter: Tensor) -> list[str]:
 
 
 def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Return this rank's shard of one value of a parameter's state."""
+    """Return this rank's shard of a saved value, such as `exp_avg`, of a parameter's optimizer state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     place = offsets_in_file(value)
@@ -162,14 +166,14 @@ def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) 
         return to_plain(value)  # with unknown offsets, or replicated
     if value.numel() == 1 and math.prod(shard_info.stored.shape) != 1:
         return value
-    if shard_offsets_of(shard_info).is_whole and value.shape != parameter.shape:
+    if shard_offsets_of(shard_info).is_full and value.shape != parameter.shape:
         return value  # a state shape of the optimizer, replicated
     shard = checked_shard_of(f"{shard_info.name} ({key})", value, parameter, shard_info)
     return shard if shard is value or isinstance(value, ShardTensor) else shard.clone()
 
 
 class _Exchange:
-    """Parameter names in an optimizer's groups on every stage. Stages exchange them at the first use."""
+    """Parameter names in the optimizer groups of all stages, which ranks exchange when first needed."""
 
     def __init__(self, optimizer: Optimizer, process: Process):
         self._own = [group_of(group) for group in optimizer.param_groups]
@@ -177,17 +181,17 @@ class _Exchange:
         self._merged: list[ParameterGroup] | None = None
 
     def names(self, index: int) -> list[str]:
-        """Return the parameter names in a group on all stages. The first call is collective along `pp`."""
+        """Return the names of a group's parameters on all stages. The first call is collective along `pp`."""
         if self._merged is None:
             self._merged = merge_by_index(of_all_stages(self._own, self._process))
         return self._merged[index].names
 
 
 class StageGroup(dict[str, Any]):
-    """Parameter group of one pipeline stage, in a state dict.
+    """Parameter group in the state dict of a rank that stores some pipeline stages.
 
-    `torch.distributed.checkpoint.state_dict` writes the names of the local parameters into it. This class then adds the
-    names of other stages' parameters, because a checkpoint has each group once.
+    `torch.distributed.checkpoint.state_dict` assigns the names of the rank's parameters to it. The assignment also adds
+    the names of other stages' parameters, because a checkpoint has each group once.
     """
 
     def __init__(self, group: Mapping[str, Any], index: int, exchange: _Exchange):

@@ -1,6 +1,6 @@
 """A rank's shard in a state dict, which `torch.distributed.checkpoint` saves and loads.
 
-It has the values and the shape of the shard, so arithmetic works on the shard. Copies keep the shard offsets. So a
+It behaves as a tensor with the values and shape of the shard. Copies keep the shard's offsets in the full tensor. So a
 state dict can be moved to the host, staged or pickled before it is saved.
 """
 
@@ -44,7 +44,7 @@ class ShardOffsets:
     Attributes:
         name: name of the model's parameter.
         shape: shape of the full tensor.
-        spans: for each dim, the (start, length) ranges that the shard contains, in the shard's order. None: unknown.
+        spans: for each dim, the (start, length) ranges of the full tensor that make up the shard. None: unknown.
         keys: names of the parameter. If set, the tensor can only be saved under a key that contains one of them. Other
             keys are parameter indices, which differ between ranks.
     """
@@ -60,7 +60,7 @@ class ShardOffsets:
         return tuple(sum(length for _, length in dim) for dim in self.spans)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         return self.spans is not None and self.local_shape == self.shape
 
 
@@ -71,7 +71,8 @@ PLACE = "autopart_place"
 def shard_offsets_of(shard_info: ShardInfo, *, only_by_name: bool = False) -> ShardOffsets:
     """Return the shard offsets of a local parameter.
 
-    `only_by_name`: set `keys` to the parameter's names, so that the tensor can only be saved under a key with its name.
+    Args:
+        only_by_name: set `keys`, so that the tensor can only be saved under a key with the parameter's name.
     """
     spans = spans_of(shard_info.stored.shape, shard_info.local_splits)
     keys = (shard_info.name, *shard_info.stored.aliases) if only_by_name else ()
@@ -79,11 +80,14 @@ def shard_offsets_of(shard_info: ShardInfo, *, only_by_name: bool = False) -> Sh
 
 
 def chunks_of(place: ShardOffsets) -> list[Box]:
-    """Return the boxes that make up a shard. An empty shard of a non-empty tensor has no box."""
+    """Return the rectangular chunks of a shard, with their offsets in the full tensor.
+
+    An empty shard of a non-empty tensor has no chunk.
+    """
     assert place.spans is not None
     if math.prod(place.shape) == 0:
         zeros = (0,) * len(place.shape)
-        return [Box(zeros, zeros, place.shape)] if place.is_whole else []
+        return [Box(zeros, zeros, place.shape)] if place.is_full else []
     return boxes(place.spans)
 
 
@@ -112,7 +116,7 @@ class ShardTensor(Tensor):
         return shard
 
     def to_local(self) -> Tensor:
-        """Return the shard as a plain tensor that shares its memory."""
+        """Return the shard as a plain tensor that shares memory with this one."""
         return self._local
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -122,7 +126,7 @@ class ShardTensor(Tensor):
         return self._local.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor that torch.load reads without autopart; the shard offsets are an attribute."""
+        """Pickle as a plain tensor with the shard offsets in an attribute. Loading does not need autopart."""
         plain = self._local.detach()
         setattr(plain, PLACE, dataclasses.astuple(self.place))
         return plain.__reduce_ex__(protocol)
@@ -187,7 +191,7 @@ class ShardTensor(Tensor):
         return shard
 
     def _check(self, key: str | None = None) -> None:
-        """Raise CheckpointError if this tensor cannot be saved, or loaded, under `key`."""
+        """Raise CheckpointError if this tensor cannot be saved to, or loaded from, the entry `key`."""
         name, shape = self.place.name, tuple(self.shape)
         if self.place.spans is None or self.place.local_shape != shape:
             raise CheckpointError(
@@ -206,7 +210,7 @@ class ShardTensor(Tensor):
 
 
 def check_saved_size(key: str, size: Sequence[int], shard: ShardTensor) -> None:
-    """Raise CheckpointError if a saved tensor does not have the full shape of the shard to load."""
+    """Raise CheckpointError if a saved tensor has another shape than the full tensor of the shard to load."""
     if tuple(size) != shard.place.shape:
         raise CheckpointError(
             f"the checkpoint's '{key}' has shape {tuple(size)}, the model's {shard.place.shape}",
@@ -221,7 +225,7 @@ def connect_checkpoints() -> None:
 
 
 def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
-    """Return the shard offsets of a `ShardTensor`, or of a plain tensor pickled from one; else None."""
+    """Return the shard offsets of a `ShardTensor`, also after it was pickled and loaded; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)
@@ -234,7 +238,7 @@ def reject_plain_shards(key: str, value: Any) -> None:
         return
     shard_info = shard_info_of(value)
     place = offsets_in_file(value) if shard_info is None else shard_offsets_of(shard_info)
-    if place is not None and not place.is_whole:
+    if place is not None and not place.is_full:
         raise CheckpointError(
             f"'{key}' is one rank's shard of '{place.name}', and would be saved as if it were the full tensor",
             hint="save pm.state_dict(), or get_state_dict(pm, optimizer); load a file of one rank with "
@@ -243,7 +247,7 @@ def reject_plain_shards(key: str, value: Any) -> None:
 
 
 def reject_unloaded_shards(state_dict: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a shard that `broadcast_from_rank0` did not replace by a full tensor."""
+    """Raise CheckpointError if `broadcast_from_rank0` has left a shard in the state dict."""
     for key, value in state_dict.items():
         if isinstance(value, ShardTensor):
             raise CheckpointError(
@@ -254,7 +258,7 @@ def reject_unloaded_shards(state_dict: Mapping[str, Any]) -> None:
 
 
 def to_plain(tensor: Tensor) -> Tensor:
-    """Return this rank's values as a plain tensor."""
+    """Return a tensor, or the local values of a `ShardTensor`, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
 
 

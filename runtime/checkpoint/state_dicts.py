@@ -27,7 +27,7 @@ NO_PARAMETERS = "no_parameters_here"
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return {key: value} of a state dict's entries that modules' `get_extra_state` returns."""
+    """Return the state dict entries that are not tensors, such as results of `get_extra_state`."""
     return {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
 
 
@@ -36,7 +36,7 @@ def with_shard_offsets(
 ) -> None:
     """Prepare a module's state dict for distributed checkpoints, in place.
 
-    Every sharded tensor becomes a `ShardTensor`; replicated tensors stay plain. The entries of `extra` are added.
+    Replaces every sharded tensor by a `ShardTensor`, and adds the entries of `extra`. Replicated tensors stay plain.
     """
     state_dict.pop(prefix + NO_PARAMETERS, None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -48,9 +48,9 @@ def with_shard_offsets(
 
 
 def with_offsets(value: Tensor, shard_info: ShardInfo) -> Tensor:
-    """Return a local tensor with shard offsets, or unchanged if the parameter is replicated."""
+    """Return a local parameter's value as a `ShardTensor`, or unchanged if all ranks store it in full."""
     place = shard_offsets_of(shard_info)
-    return value if place.is_whole and shard_info.process.mesh.size("pp") == 1 else as_shard(value, place, shard_info)
+    return value if place.is_full and shard_info.process.mesh.size("pp") == 1 else as_shard(value, place, shard_info)
 
 
 _HOMES: Any = WeakIdKeyDictionary()
@@ -58,16 +58,16 @@ _HOMES: Any = WeakIdKeyDictionary()
 
 
 def as_shard(value: Tensor, place: ShardOffsets, shard_info: ShardInfo) -> ShardTensor:
-    """Return a ShardTensor of a local tensor, which `gather_state_dict` can gather."""
+    """Return a `ShardTensor` of a local tensor. Registers its shard info for `gather_state_dict`."""
     shard = ShardTensor(value, place)
     _HOMES[shard] = shard_info
     return shard
 
 
 def gather_state_dict(state_dict: Any) -> Any:
-    """Gather every shard of a state dict into the full tensor, on every rank. A collective call.
+    """Replace every shard in a state dict by its full tensor, on every rank. A collective call.
 
-    Raises CheckpointError for a pipeline, because a rank's state dict has only the names of its stages.
+    Raises CheckpointError under `pp`, because a rank's state dict lacks the names of other stages' parameters.
     """
 
     def full(value: Any) -> Any:
@@ -99,12 +99,12 @@ def shapes_of(program: Program, model: nn.Module) -> dict[str, tuple[int, ...] |
 
 
 class Loading:
-    """One `load_state_dict` call: takes this rank's shards of the values, and records mismatches.
+    """One `load_state_dict` call: shards full tensors for this rank, and records errors.
 
     Args:
         shapes: {name: shape} of the full model (`shapes_of`).
-        missing: torch's list of missing names, which this class extends.
-        errors: torch's list of errors, which this class extends.
+        missing: torch's list of missing names, to which this class appends.
+        errors: torch's list of errors, to which this class appends.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Loading:
     def take(self, state_dict: MutableMapping[str, Any], prefix: str, extra: MutableMapping[str, Any]) -> None:
         """Reduce `state_dict` in place to the entries that `nn.Module` loads on this rank: local tensors.
 
-        Full tensors are sharded. Names of other stages' parameters are removed. If any of these names is present, all
-        must be.
+        Full tensors are sharded, and names of other stages' parameters are removed. A state dict with some names of
+        other stages must have all of them.
         """
         names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
         elsewhere = self.shapes.keys() - self.parameters.keys() - self.buffers - extra.keys()
@@ -143,7 +143,7 @@ class Loading:
             )
 
     def _local(self, name: str, value: Any) -> Any:
-        """Return this rank's shard of a value, or the parameter itself if the value does not fit."""
+        """Return this rank's shard of a value. If the value does not fit, record an error."""
         parameter = self.parameters[name]
         shard_info = shard_info_of(parameter)
         if shard_info is None or not isinstance(value, Tensor):
@@ -158,7 +158,7 @@ class Loading:
 def checked_shard_of(name: str, value: Tensor, parameter: Tensor, shard_info: ShardInfo) -> Tensor:
     """Return this rank's shard of a parameter, from a full tensor or a saved shard.
 
-    Raises CheckpointError if the value is neither, or is another rank's shard.
+    Raises CheckpointError if the value has another shape, or is another rank's shard.
     """
     place = shard_offsets_of(shard_info)
     saved_place = offsets_in_file(value)
@@ -168,17 +168,20 @@ def checked_shard_of(name: str, value: Tensor, parameter: Tensor, shard_info: Sh
         return to_plain(value)
     if tuple(value.shape) == place.shape:
         return local_shard_of(value, shard_info.local_splits)
-    what = f"'{name}' has shape {tuple(value.shape)} in the state dict"
-    if place.is_whole:
-        raise CheckpointError(what, why=f"the model's is {place.shape}", hint="load it into the model that was saved")
+    if place.is_full:
+        raise CheckpointError(
+            f"'{name}' has shape {tuple(value.shape)} in the state dict",
+            why=f"the model's parameter has shape {place.shape}", hint="load it into the model that was saved",
+        )  # fmt: skip
     raise CheckpointError(
-        what, why=f"the model's is {place.shape}, and this rank's shard of it {tuple(parameter.shape)}",
+        f"'{name}' has shape {tuple(value.shape)} in the state dict",
+        why=f"the model's parameter has shape {place.shape}, and this rank's shard of it has {tuple(parameter.shape)}",
         hint="a full tensor fits on every mesh; a state_dict() of one rank fits on the same rank of the same mesh",
-    )  # fmt: skip
+    )
 
 
 def check_same_shard(name: str, saved: ShardOffsets, local: ShardOffsets) -> None:
-    """Raise CheckpointError if the offsets of a saved shard differ from those of this rank's shard."""
+    """Raise CheckpointError if a saved shard has other offsets than this rank's shard."""
     if saved.spans is None or (saved.shape, saved.spans) == (local.shape, local.spans):
         return
     raise CheckpointError(

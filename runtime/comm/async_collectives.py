@@ -1,8 +1,9 @@
 """Asynchronous all-gather, reduce-scatter and all-reduce that overlap with computation.
 
 Gloo's own collectives do more work than needed: its all-gather copies the full tensor once more, and its reduce-scatter
-sends the full tensor to all ranks. Here, each rank sends its shard directly to every other rank. In a reduce-scatter it
-sends each rank only the chunk that this rank sums.
+sends the full tensor to all ranks. Under gloo, these functions send point to point instead. In an all-gather, each rank
+sends its shard to every other rank. In a reduce-scatter, each rank sends chunk i to rank i, which sums the chunks that
+it receives.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from autopart.runtime.comm.watchdog import limit, sum_over, watching
 Wait = Callable[[], Tensor]
 
 
-def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Start an all-gather of the ranks' shards `part` into `whole`. Return a function that waits for it.
+def begin_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Wait:
+    """Start an all-gather of `shard` from all ranks into `gathered`. Return a function that waits for it.
 
     The function raises HangError if a rank does not arrive.
     """
-    if not _uses_gloo(group, part):
-        return _begin(gather_collective(), whole, part, group)
-    if part.is_cuda:
-        wait = _gather_by_sends(torch.empty_like(whole, device="cpu"), part.cpu(), group)
-        return lambda: whole.copy_(wait())
-    return _gather_by_sends(whole, part, group)
+    if not _uses_gloo(group, shard):
+        return _begin(gather_collective(), gathered, shard, group)
+    if shard.is_cuda:
+        wait = _gather_by_sends(torch.empty_like(gathered, device="cpu"), shard.cpu(), group)
+        return lambda: gathered.copy_(wait())
+    return _gather_by_sends(gathered, shard, group)
 
 
-def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Start a reduce-scatter of a vector into equal chunks. Return a function that gives the local chunk.
+def begin_reduce_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
+    """Start a reduce-scatter of a vector, split into one equal chunk per rank.
 
-    The function waits for the chunk, and raises HangError if a rank does not arrive.
+    Returns a function that waits for this rank's chunk and returns it. It raises HangError if a rank does not arrive.
     """
     if not _uses_gloo(group, flat):
         return _begin(scatter_collective(), flat.new_empty(flat.numel() // group.size()), flat, group)
@@ -45,8 +46,8 @@ def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
     return _scatter_by_sends(flat, group)
 
 
-def begin_sum(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
-    """Start an in-place all-reduce over several groups, and return a function that waits for it."""
+def begin_all_reduce(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
+    """Start an in-place all-reduce over one group after the other. Return a function that waits for it."""
     first, *others = groups
     with watching(first.group_name):
         work = dist.all_reduce(flat, group=first, async_op=True)
@@ -76,14 +77,14 @@ def _begin(collective: Callable[..., dist.Work], output: Tensor, values: Tensor,
     return wait
 
 
-def _gather_by_sends(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
-    rows = whole.view(group.size(), -1).unbind()
-    finish = _exchange([part] * group.size(), rows, group)
-    rows[group.rank()].copy_(part)
+def _gather_by_sends(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Wait:
+    rows = gathered.view(group.size(), -1).unbind()
+    finish = _exchange([shard] * group.size(), rows, group)
+    rows[group.rank()].copy_(shard)
 
     def wait() -> Tensor:
         finish()
-        return whole
+        return gathered
 
     return wait
 
@@ -94,7 +95,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
     finish = _exchange(rows, received, group)
 
     def wait() -> Tensor:
-        """Wait, and return the sum in rank order. The sum is stored in a receive buffer."""
+        """Wait for all chunks, and return their sum. Chunks are added in rank order, into a receive buffer."""
         finish()
         first, second, *others = received
         total = second.add_(first) if rank == 0 else first.add_(second)
@@ -106,7 +107,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def _exchange(rows: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Start to send one row to every other rank, and to receive one row from each.
+    """Start to send `rows[i]` to rank i and to receive `received[i]` from rank i, for all other ranks.
 
     Returns a function that waits for all sends and receives.
     """

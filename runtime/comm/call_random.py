@@ -1,7 +1,8 @@
-"""Random numbers of one call: those of a single device (`rng="exact"`), or from the call's seeds.
+"""Random numbers of one call. With `rng="exact"` they equal those of a run on a single device.
 
-The prologue of every stage runs all random operators of the model. So each prologue must start from the same generator
-state. The state after the call is that of a single device, for any number of stages.
+A prologue is the part of a stage that runs on the global batch. The prologue of every stage runs all random operators
+of the model, so all prologues start from the same generator state. After the call, the generator has the state of a run
+on a single device, for any number of stages.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from torch import Tensor
 
 from autopart.errors import OptionError, RuntimeSetupError
 from autopart.ir.facts import facts
-from autopart.ir.graph import NOT_EXACT, describe, inexact
+from autopart.ir.graph import RNG_EXACT_UNSUPPORTED, describe, inexact
 from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 
 
 @contextmanager
 def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Make all prologues of a call draw equal random numbers, in a `with` block.
+    """Make the prologues of all stages draw equal random numbers, in a `with` block.
 
-    Call the yielded function before each prologue.
+    Yields a function that resets the random state. It must be called before each prologue.
     """
     if program.draws is None:
         yield lambda: None
@@ -50,16 +51,16 @@ def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) ->
 
 
 def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
-    """Return the devices whose generators a call uses."""
+    """Return the devices on which a call draws random numbers."""
     host = torch.device("cpu")
     return list(dict.fromkeys(host if facts(node).get("on_host") else device for node in program.drawn))
 
 
 def check_exact(program: Program, device: torch.device) -> None:
-    """Raise OptionError if this device cannot reproduce a random operator as `rng="exact"` requires."""
+    """Raise OptionError if `rng="exact"` is set and this device cannot reproduce a random operator."""
     for node in program.drawn if program.draws == "exact" else ():
         if why := inexact(node, device):
-            raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
+            raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")
 
 
 def get_state(device: torch.device) -> Tensor:
@@ -86,11 +87,11 @@ def check_same_state(program: Program, process: Process) -> None:
         raise RuntimeSetupError(
             "the ranks' random generators are not in the same state",
             why="with rng='exact' every rank draws the numbers of the whole batch itself",
-            hint="torch.manual_seed(0) on every rank, and no draws on one rank alone after it; or rng='fast'",
+            hint="torch.manual_seed(0) on every rank, and no random draws on single ranks afterwards; or rng='fast'",
         )
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """Return a seed for random numbers that are drawn once per call. It differs from all microbatch seeds."""
+    """Derive the seed of random numbers that a call draws once, not per microbatch, from `seeds`."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

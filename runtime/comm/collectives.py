@@ -1,9 +1,9 @@
 """Implementation of the collective operators (`autopart/ops/operators.py`) on process groups.
 
-`bind` replaces mesh axes in a graph by the names of process groups; then the graph can run. The operators are
-CompositeImplicitAutograd around one autograd function, so they print, export and compile. The pairs of a forward and a
-backward collective are from Shoeybi et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022
-(arXiv:2205.05198, section 4.2).
+A stage graph names mesh axes in its collectives. `bind` replaces the axes by the names of process groups, so that the
+graph can run. The operators are CompositeImplicitAutograd around one autograd function, so they print, export and
+compile. The pairs of a forward and a backward collective are from Shoeybi et al. 2019 (arXiv:1909.08053, section 3: f
+and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Primitive = Callable[..., Any]
 
 
 def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[DimSharding, ...]:
-    """Return the splits (DimSharding) that the primitives of a conversion operator need.
+    """Return the splits (DimSharding) of the dims over which a collective operator shards or gathers `x`.
 
-    The backward of an all-to-all uses them in reverse order. The source dim of an all-to-all must divide evenly,
-    because its full size is not among the arguments. The target dim need not.
+    An all-to-all has two: the source dim, whose shards must have equal size, and the target dim. Other operators have
+    one split or none.
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
@@ -82,12 +82,15 @@ class _Convert(torch.autograd.Function):
 
 
 def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a gradient, differentiably. Backward is the identity, because every rank has the sum."""
+    """All-reduce a gradient in backward, differentiably (`create_graph=True`).
+
+    The backward of this all-reduce is the identity.
+    """
     return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 
 def _communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """Run a functional collective, whose last argument is the group's name, and wait for it."""
+    """Run a functional collective and wait for it. The last of `arguments` is the name of the group."""
     on_host = x.is_cuda and is_gloo(resolve_group(arguments[-1]), x.device)
     with watching(arguments[-1]):
         result = torch.ops._c10d_functional.wait_tensor(collective(x.cpu() if on_host else x, *arguments))
@@ -168,7 +171,7 @@ PRIMITIVES: dict[str, Primitive] = {
 
 
 def _implement_operators() -> None:
-    """Register the implementations of operators that need a process group.
+    """Register the implementations of `torch.ops.autopart` operators that communicate.
 
     In a bound graph, the `axis` argument of these operators is the name of a process group.
     """
@@ -207,7 +210,7 @@ _implement_operators()
 def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
     """Return a node's arguments with every `torch.device` replaced by `device`.
 
-    The arguments are unchanged for tensors that the model itself creates on the host.
+    Nodes that create tensors on the host, as in the user's model, keep their arguments.
     """
     if facts(node).get("on_host"):
         return arguments
@@ -220,18 +223,18 @@ def bind(
     coordinates: Mapping[str, int],
     device: torch.device,
     tensors: Mapping[str, Tensor] | None = None,
-    whole: Collection[str] = (),
+    unsharded: Collection[str] = (),
     module_type: type[fx.GraphModule] = fx.GraphModule,
 ) -> fx.GraphModule:
-    """Return a copy of a program's graph that runs on this rank.
+    """Return a copy of a stage's graph that runs on this rank.
 
-    Axis names become process groups; an axis without a group has one rank, and its conversions are removed.
-    `axis_index` becomes an int, and every device but the host becomes `device`.
+    Axis names become names of process groups, `axis_index` becomes an int, and device arguments become `device`.
+    Collectives over an axis with one rank are removed.
 
     Args:
-        graph_module: the graph, and attributes that are not in `tensors`, which are moved to `device`.
+        graph_module: the graph. Attributes of it that are not in `tensors` are moved to `device`.
         tensors: {dotted name: tensor} for `get_attr` nodes, so that several bound graphs share one Parameter.
-        whole: parameters that are already unsharded when the graph runs. Their gathers are removed.
+        unsharded: names of parameters that are already unsharded when the graph runs. Their all-gathers are removed.
         module_type: class of the copy.
     """
     graph = fx.Graph()
@@ -243,7 +246,7 @@ def bind(
             graph.output(fx.map_arg(node.args[0], values.__getitem__))
         elif name == "axis_index" and axis is not None:
             values[node] = coordinates.get(axis, 0)
-        elif axis is not None and _reads(node, whole):
+        elif axis is not None and _converts_one_of(node, unsharded):
             values[node] = values[node.args[0]]
         elif axis is not None and axis not in groups:
             values[node] = values[node.args[0]]
@@ -259,8 +262,8 @@ def bind(
     return module_type(attributes, graph, class_name=graph_module.__class__.__name__)
 
 
-def _reads(node: fx.Node, names: Collection[str]) -> bool:
-    """Return True for a conversion of a parameter or attribute with one of these names."""
+def _converts_one_of(node: fx.Node, names: Collection[str]) -> bool:
+    """Return True if a node is a collective on a parameter with one of these names."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in names
 
@@ -268,7 +271,7 @@ def _reads(node: fx.Node, names: Collection[str]) -> bool:
 def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
     """Return the module with all weights as direct attributes, without dots in their names.
 
-    For each dot in a name, nn.Module does one more attribute lookup per step, in Python.
+    Each dot in a name costs one attribute lookup in Python per use.
     """
     names: dict[str, str] = {}
     free = (name for name in map("weight_{}".format, count()) if not hasattr(module, name))
@@ -284,7 +287,7 @@ def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def attribute(root: fx.GraphModule, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """Return the value of a `get_attr` node: from `tensors`, or from the graph module, moved to `device`."""
+    """Return the value of a `get_attr` node: from `tensors`, else from `root`, moved to `device`."""
     if name in tensors:
         return tensors[name]
     value: Any = root

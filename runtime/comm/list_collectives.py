@@ -1,6 +1,6 @@
-"""Primitive collectives as functions of a list: the local tensors of a group, in rank order.
+"""Collectives of all ranks in one process: functions of a list of local tensors, in rank order.
 
-They compute what `collectives.PRIMITIVES` compute on process groups. Runs of all ranks in one process use them.
+They compute the same results as `collectives.PRIMITIVES`, without process groups. `runtime/lockstep.py` uses them.
 """
 
 from __future__ import annotations

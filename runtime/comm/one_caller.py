@@ -14,7 +14,7 @@ _TABLE = threading.Lock()
 
 
 class Caller(NamedTuple):
-    """A thread that is inside a call of a partitioned model: the method, and the nesting depth of calls."""
+    """The thread that is inside a call of a partitioned model, the method's name, and the call depth."""
 
     thread: int
     method: str
@@ -25,7 +25,7 @@ class Caller(NamedTuple):
 def one_caller(process: Any, method: str) -> Iterator[None]:
     """Mark that this thread runs a collective method, in a `with` block.
 
-    Raises UsageError if another thread runs one, or inside a transform of `torch.func`.
+    Raises UsageError if another thread runs a collective method, or if a `torch.func` transform calls the method.
     """
     transform = current_transform()
     if transform:
@@ -41,8 +41,9 @@ def one_caller(process: Any, method: str) -> Iterator[None]:
         if before is not None and before.thread != thread:
             raise UsageError(
                 f"{method}() is called while another thread runs {before.method}()",
-                why="ranks pair their collectives by their order, which two threads do not keep",
-                hint="all calls of pm from one thread, or one after the other (a queue, or a lock around each)",
+                why="ranks match their collectives by order, which two threads do not preserve",
+                hint="make all calls of pm from one thread, or one after the other (a queue, or a lock around "
+                "each call)",
             )
         process.caller = before._replace(depth=before.depth + 1) if before else Caller(thread, method, 1)
     try:

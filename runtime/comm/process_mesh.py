@@ -1,4 +1,4 @@
-"""This process in the mesh: coordinates, device, and one process group per axis."""
+"""The mesh position of this process: coordinates, device, and one process group per axis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Process:
     """One rank of the mesh, with a process group for each axis that has more than one rank.
 
-    `rank`: number of the rank in `Mesh`.
+    Attributes:
+        rank: index in the mesh, which can differ from the rank in torch.distributed.
     """
 
     mesh: Mesh
@@ -63,19 +64,19 @@ class Process:
 
     @property
     def wire(self) -> torch.device:
-        """Device of values sent to the next stage: the host for gloo, which cannot send from a GPU."""
+        """Device of tensors that are sent between stages: the CPU if gloo sends them, else `device`."""
         on_host = self.device.type == "cuda" and is_gloo(self.groups["pp"], self.device)
         return torch.device("cpu") if on_host else self.device
 
     @property
     def pp(self) -> int:
-        """This rank's `pp` coordinate, 0 without that axis."""
+        """This rank's `pp` coordinate; 0 if the mesh has no `pp` axis."""
         return self.coordinates.get("pp", 0)
 
     def along(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group of an axis, or of several axes flattened into one.
+        """Return the process group of a mesh axis, or of several axes that are flattened into one.
 
-        The first call creates the group of a flattened axis, so every rank must make these calls in the same order.
+        Creates the group of a flattened axis at the first call, so every rank must make these calls in the same order.
         """
         if axis in self.groups:
             return self.groups[axis]
@@ -83,11 +84,11 @@ class Process:
             self.joined_groups[axis] = self._new_group(axis)
         return self.joined_groups[axis]
 
-    def beside(self, axis: str) -> dist.ProcessGroup:
-        """Return a second group of an axis, for collectives that overlap with those of stage graphs.
+    def overlap_group(self, axis: str) -> dist.ProcessGroup:
+        """Return a second process group of an axis, for collectives that overlap with those of stage graphs.
 
-        Collectives of one group run one after the other. The first call creates the group, so every rank must make
-        these calls in the same order.
+        Two collectives of one group do not overlap. Creates the group at the first call, so every rank must make these
+        calls in the same order.
         """
         if axis not in self.side_groups:
             self.side_groups[axis] = self._new_group(axis)
@@ -103,10 +104,12 @@ class Process:
         return group
 
     def connect_owners(self, owners: tuple[int, ...]) -> None:
-        """Create a process group of the ranks that store the same tied tensors.
+        """Create the process group of the ranks that store the same tied tensors.
 
-        `owners`: `pp` coordinates of these ranks. Every rank must make this call with equal `owners`, even a rank that
-        is not one of them.
+        Every rank must make this call, even a rank outside of the group.
+
+        Args:
+            owners: `pp` coordinates that store the tensors.
         """
         if owners in self.connected:
             return
@@ -128,11 +131,11 @@ class Process:
 def meet(
     mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
 ) -> Watch | None:
-    """Wait for all ranks by creating a CPU group of them, and return the watchdog of this group.
+    """Create a CPU process group of all ranks, which waits for them. Return the watchdog of the group.
 
     Call it before any other group of `mesh` is created. Returns None if `mesh` has one rank. Initializes
-    torch.distributed if torchrun has set its environment variables, and raises RuntimeSetupError if they are missing.
-    Raises HangError if a rank does not arrive.
+    torch.distributed from torchrun's environment variables if needed, and raises RuntimeSetupError without them. Raises
+    HangError if a rank does not arrive.
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
@@ -159,8 +162,8 @@ def connect(
 ) -> Process:  # fmt: skip
     """Create the process groups of `mesh`, and return this process as one of its ranks.
 
-    The device is that of `device_mesh` if given, else a GPU if the process group is nccl's or the model is on a GPU,
-    else the CPU. Raises RuntimeSetupError if the number of processes does not fit the mesh.
+    The device is that of `device_mesh`, if there is one. Otherwise it is a GPU if the model is on a GPU or the process
+    group uses nccl, else the CPU. Raises RuntimeSetupError if the number of processes does not fit the mesh.
 
     Args:
         watch: the watchdog that `meet` returned.
@@ -207,11 +210,11 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
 
 
 def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
-    """Start to gather `numbers` of all ranks of the mesh. Return a function that waits for them.
+    """Start an all-gather of `numbers` over all ranks. Return a function that waits for it.
 
-    The function returns a float64 tensor of shape [ranks, numbers], in the rank order of the host group. It raises
-    HangError if a rank does not arrive. A gather takes half the time of an all-reduce: gloo sends the messages of a
-    collective one after the other, and a gather needs half as many.
+    The function returns a float64 tensor of shape [ranks, numbers], in rank order of the host group (all ranks, on
+    CPU). It raises HangError if a rank does not arrive. On gloo an all-gather takes half the time of an all-reduce,
+    because it needs half as many messages.
     """
     mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
     if group is None:
@@ -227,10 +230,7 @@ def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Ten
 
 
 def of_all_stages(mine: T, process: Process) -> list[T]:
-    """Gather an object from each rank along `pp`. Return the objects in order of `pp` coordinates.
-
-    A collective call if there are several stages.
-    """
+    """All-gather an object over the ranks along `pp`. Return the objects in order of `pp` coordinates."""
     if "pp" not in process.groups:
         return [mine]
     everyones = [mine] * process.mesh.size("pp")
@@ -257,23 +257,26 @@ def _initialize(mesh: Mesh, limit: timedelta) -> None:
 
 
 def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.ProcessGroup:
-    """Create a CPU group of all ranks of `device_mesh`; None: of all processes."""
+    """Create a CPU group of all ranks of `device_mesh`, or of all processes if it is None."""
     ranks = list(range(dist.get_world_size())) if device_mesh is None else sorted(device_mesh.mesh.flatten().tolist())
     return _own_group([ranks], limit)
 
 
 def _own_group(
-    rows: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo"
+    rank_lists: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo"
 ) -> dist.ProcessGroup:  # fmt: skip
-    """Create the process group of the row of ranks that contains this process, with gloo by default.
+    """Create process groups of ranks, and return the group that contains this process.
 
-    If only its members create a group, torch names it by the number of groups that the process has created. That number
-    differs between ranks if some share tied tensors, and the members would wait for each other forever. So if the rows
-    cover all processes, every process creates the groups of all rows.
+    If the lists cover all processes, every process creates all groups. Otherwise only members create a group, and torch
+    names the group by the number of groups that the process has created. That number differs between members if some
+    have also created groups for tied tensors. Then they would wait for each other forever.
+
+    Args:
+        rank_lists: the ranks of each group. They do not overlap.
     """
     mine: dist.ProcessGroup | None = None
-    together = sum(map(len, rows)) == dist.get_world_size()
-    for ranks in rows:
+    together = sum(map(len, rank_lists)) == dist.get_world_size()
+    for ranks in rank_lists:
         if dist.get_rank() in ranks:
             mine = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not together
@@ -287,9 +290,9 @@ def _own_group(
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
     """Return {axis: process group}.
 
-    Most groups are those of the device mesh. On the CPU, a group of all processes is created again, because the user
-    owns its timeout. A `pp` group is also created again: sends and receives use the timeout with which a group was
-    created.
+    Groups come from the device mesh, with two exceptions on the CPU. If an axis has all processes, its group is created
+    again, because the default group's timeout belongs to the user. A `pp` group is created again, because sends and
+    receives use the timeout set at its creation.
     """
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():
@@ -299,7 +302,7 @@ def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str
 
 
 def _ranks_along(mesh: Mesh, device_mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
-    """Return the rows of ranks that differ only in their coordinates on `axes`, sorted along these axes."""
+    """Return lists of ranks that differ only in their coordinates on `axes`, sorted along these axes."""
     dims = [list(mesh.sizes).index(axis) for axis in axes]
     along = device_mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
     return along.reshape(-1, math.prod(map(mesh.size, axes))).tolist()
@@ -319,10 +322,10 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
 
 
 def _uses_gpus(model_device: torch.device) -> bool:
-    """Return True if ranks compute on GPUs: the model is on a GPU, or the process group is nccl's.
+    """Return True if ranks compute on GPUs: the model is on a GPU, or the process group uses nccl.
 
-    A process group that was initialized without a backend has both gloo and nccl. It counts as nccl's if each rank of
-    this machine has a GPU.
+    A process group that was initialized without a backend has both gloo and nccl. Then ranks use GPUs if this machine
+    has a GPU for each of its ranks.
     """
     if model_device.type == "cuda" or str(dist.get_backend()) == "nccl":
         return True
@@ -332,7 +335,7 @@ def _uses_gpus(model_device: torch.device) -> bool:
 def _one_gpu_each() -> bool:
     """Return True if this machine has a GPU for each of its ranks.
 
-    Without torchrun's count of local ranks, all ranks of the process group are assumed to be on this machine.
+    If torchrun has not set the number of local ranks, all ranks are assumed to be on this machine.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", num_ranks)))

@@ -1,7 +1,7 @@
 """Ring attention: keys and values rotate around the ranks of an axis.
 
-A rank starts to send its keys and values before it computes with them. In the backward, the gradients of keys and
-values rotate together with the keys and values, and reach the rank that owns the keys after the last step.
+A rank starts to send keys and values before it computes with them. In the backward, their gradients rotate with them.
+After the last step, the gradients arrive at the rank that owns the keys and values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'conte
 
 
 class _Rotation:
-    """Pending send of tensors to the next rank, and pending receive from the previous rank."""
+    """Asynchronous step of the ring: send tensors to the next rank, receive from the previous rank."""
 
     def __init__(self, group: dist.ProcessGroup, sent: Sequence[Tensor], length: int):
         self.group, self.device = group, sent[0].device
@@ -47,10 +47,12 @@ class _Rotation:
         return [x.to(self.device) for x in self.received]
 
 
-def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (owner, length of the next shard to receive, keys and values) for every step of the ring.
+def _ring_steps(
+    group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]
+) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Yield (owner rank, length of the shard to receive next, [keys, values]) for every step of the ring.
 
-    The first step has the local keys and values. While a step uses its tensors, they are being sent to the next rank.
+    The first step has the local keys and values. While the caller computes a step, its keys and values are sent on.
     """
     ranks, there = group.size(), pair
     for step in range(ranks):
@@ -70,10 +72,10 @@ class Ring(torch.autograd.Function):
         scale: float | None, runs: Sequence[QueryRun],
     ) -> Tensor:  # fmt: skip
         group = resolve_group(group_name)
-        around = _around(group, cut, [key, value])
+        steps = _ring_steps(group, cut, [key, value])
         output, total = attend_visits(query, (
             (keys, values, KeyBlockVisit(cut, group.rank(), rank, mask, scale, runs))
-            for rank, _, (keys, values) in around
+            for rank, _, (keys, values) in steps
         ))  # fmt: skip
         ctx.save_for_backward(query, key, value, mask, output, total)
         ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
@@ -89,7 +91,7 @@ class Ring(torch.autograd.Function):
         group, cut = ctx.group, ctx.cut
         of_query = torch.zeros_like(query)
         grads = [torch.zeros_like(key), torch.zeros_like(value)]
-        for rank, length, (keys, values) in _around(group, cut, [key, value]):
+        for rank, length, (keys, values) in _ring_steps(group, cut, [key, value]):
             of = KeyBlockVisit(cut, group.rank(), rank, mask, ctx.scale, ctx.runs)
             visit_backward([of_query, *grads], grad, output, total, query, keys, values, of)
             grads = _Rotation(group, grads, length).arrive()

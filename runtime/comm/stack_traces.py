@@ -1,4 +1,4 @@
-"""Description of the point that a program has reached (`at all_reduce_12`), from a stack of frames."""
+"""Description of where a program is, from its stack: `at all_reduce_12`, or `at train.py:40`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 PLACES = {
     "finish_comparison": "at the comparison of the calls",
-    "begin_alike": "at the comparison of models and plans",
+    "check_same_start": "at the comparison of models and plans",
     "check_same_state": "at the comparison of random states",
     **dict.fromkeys(
         (
@@ -39,15 +39,15 @@ _OURS = tuple(str(folder.resolve()) for folder in Path(__file__).parents[1:3])  
 _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
 
 
-def place_in_stack(thread: int, inside: bool) -> str:
-    """Describe the point that a thread has reached: in a program if `inside` a call, else in user code."""
+def place_in_stack(thread: int, in_call: bool) -> str:
+    """Describe where a thread is: in a program if it is in a call of the model, else in user code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
-    return (_ours(frames) if inside else "") or _users(frames)
+    return (_ours(frames) if in_call else "") or _users(frames)
 
 
 def place_in_traceback(error: BaseException) -> str:
-    """Describe the point in a program at which an error was raised; "" if no program was running."""
+    """Describe where in a program an error was raised; "" if it was raised outside of programs."""
     below = [*traceback.walk_tb(error.__traceback__)][::-1]
     return _ours([*below, *traceback.walk_stack(sys._getframe(1))])
 
@@ -57,9 +57,9 @@ Line = tuple[str, int, dict[str, Any]]
 
 
 def line_of_graph() -> Line | None:
-    """Return the line of generated stage code that is running, None outside of it.
+    """Return the line of generated stage code that is running, or None if no such code is running.
 
-    Its text is looked up only when it is needed.
+    The text of the line is not read here, because most callers never need it.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(12):
@@ -72,7 +72,7 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """Describe the innermost frame of a stage graph or of autopart; "" if there is none."""
+    """Describe the innermost frame that runs a stage graph or autopart's code; "" if there is none."""
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):
@@ -91,7 +91,7 @@ def _ours(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def _node_at(line: Line | None) -> str:
-    """Return the name of the node that a line of generated code computes: `all_reduce_12`."""
+    """Return the name of the node that a line of generated code computes, such as `all_reduce_12`."""
     match = re.match(r"\s*(\w+)\s*=", linecache.getline(*line)) if line is not None else None
     return match[1] if match is not None else ""
 

@@ -31,20 +31,20 @@ def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> 
 
 
 def stages_at(program: Program, pp_coordinate: int, stage_style: str) -> list[int]:
-    """Return the stages that run at a `pp` coordinate, in order."""
+    """Return the stages that run at a `pp` coordinate, first stage first."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     return [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, stage_style) == pp_coordinate]
 
 
 def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
-    """Return the ranks that run `stage`, one for each coordinate on the other axes, in rank order."""
+    """Return all ranks that run `stage`, in rank order."""
     mesh = program.mesh
     coordinate = stage_coordinate(stage, len(program.stages), mesh.size("pp"), stage_style)
     return [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).get("pp", 0) == coordinate]
 
 
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
-    """Return the `pp` coordinates that store a tensor, without repetition, sorted by their first stage."""
+    """Return the `pp` coordinates of the stages that use a tensor, first stage first, without repetition."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(coordinates))

@@ -1,8 +1,8 @@
 """Watchdog: if a rank waits longer than `timeout=` seconds, name the rank that hangs or has ended.
 
-Every call begins with a collective on the host (`same_call.py`), so a missing rank makes the others wait there. A rank
-that has waited too long requests the state of all ranks through torch.distributed's store. In each process, a thread
-answers with the stack of the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
+Every call begins with a collective on the host (`same_call.py`), in which ranks wait for a missing rank. A rank that
+has waited too long requests the state of all ranks through torch.distributed's store. In each process, a thread answers
+with the stack of the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connec
 
 @dataclass
 class Record:
-    """State of one rank, as it reports it to a rank that waits.
+    """State that a rank reports to a rank that waits for it.
 
-    `state`: "inside" a call, "outside" of calls, "paused", "waiting" (it has given up) or "ended".
+    Attributes:
+        state: "inside" a call, "outside" of calls, "paused", "waiting" (it has given up) or "ended".
     """
 
     state: str
@@ -75,10 +76,11 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 class Watch:
-    """Watchdog of one rank: its current state, and the time limits of its waits.
+    """Watchdog of one rank: the rank's current state, and the time limits of collectives.
 
-    `group`: all ranks of the mesh, on the host. `send_s`: time limit of a send or receive between pipeline stages,
-    which can include compilation of the other stage.
+    Attributes:
+        group: host group of all ranks of the mesh.
+        send_s: time limit of a send or receive between pipeline stages, which can include compilation of the sender.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, compile: bool = False):
@@ -98,7 +100,7 @@ class Watch:
         atexit.register(_say_goodbye, weakref.ref(self), stopped, thread)
 
     def over(self, groups: list[dist.ProcessGroup]) -> None:
-        """Apply the watchdog's time limit and error messages to the collectives of more groups."""
+        """Apply the watchdog's time limit and error messages to the collectives of `groups` too."""
         for group in groups:
             if group not in self.timed_groups:
                 self.timed_groups.append(group)
@@ -106,7 +108,7 @@ class Watch:
                 set_group_timeout(group, timedelta(seconds=self.limit_s))
 
     def allow(self, first: bool) -> None:
-        """Set the time limit of the following waits. It is longer for the `first` call of a program."""
+        """Set the time limit of collectives: `timeout=`, or ten times as long for the first call of a program."""
         limit_s = self.timeout_s * (FIRST if first else 1)
         if limit_s != self.limit_s:
             self.limit_s = limit_s
@@ -115,9 +117,9 @@ class Watch:
 
     @contextmanager
     def inside(self, doing: str) -> Iterator[None]:
-        """Mark this rank as inside a call, for a `with` block.
+        """Mark this rank as inside the call `doing`, for a `with` block.
 
-        If another rank is missing in a collective of the block, raise HangError.
+        Raises HangError if a collective in the block fails because another rank is missing.
         """
         before = self.state, self.doing
         self._note("inside", doing)
@@ -141,11 +143,11 @@ class Watch:
             self._note(*before)
 
     def made(self) -> None:
-        """Record that the module has been created, so that calls can follow."""
+        """Record that the module has been created."""
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work) -> None:
-        """Wait at most `limit_s` for a collective of all ranks on the host; longer while a rank is paused."""
+        """Wait at most `limit_s` for a collective on the host group; without limit while a rank is paused."""
         if work.is_completed():
             work.wait()
             return
@@ -164,7 +166,7 @@ class Watch:
                 raise self._error(error, records, waited_s) from error
 
     def raise_if_lost(self, error: RuntimeError) -> None:
-        """Raise HangError if an error means that another rank does not arrive, or has ended."""
+        """Raise HangError if `error` means that another rank does not arrive, or has ended."""
         if is_lost(error):
             raise self._error(error, self._ask(), time.monotonic() - self.since) from error
 
@@ -181,7 +183,7 @@ class Watch:
         self.state, self.doing, self.since = state, doing, time.monotonic()
 
     def _ask(self) -> dict[int, Record]:
-        """Request the state of all ranks. Return {rank: state} of ranks that answer or have given up waiting."""
+        """Request the state of all ranks. Return {rank: state} of ranks that answer within a few seconds."""
         store, records = self._store(), {}
         number = store.add("asked", 1)
         deadline = time.monotonic() + BEATS_TO_ANSWER * self.beat_s + 0.5
@@ -208,12 +210,15 @@ class Watch:
         away = [rank for rank, record in records.items() if record.state in ("outside", "paused")]
         if gone:
             what = f"{_ranks(gone)} {'are' if len(gone) > 1 else 'is'} gone"
-            hint = "its own last words, above or in its log"
+            hint = "read the last lines of its output, above or in its log"
         elif away:
-            what = f"{_ranks(away)} {'do' if len(away) > 1 else 'does'} not come"
-            hint = "the same calls on every rank; pm.pause_timeout() around long work of your own; timeout=600"
+            what = f"{_ranks(away)} {'make' if len(away) > 1 else 'makes'} no call"
+            hint = (
+                "make the same calls on every rank; use pm.pause_timeout() around long work of your own, or timeout=600"
+            )
         else:
-            what, hint = "the ranks are at different places", "the same calls on every rank; timeout=600 if one is slow"
+            what = "the ranks wait in different calls"
+            hint = "make the same calls on every rank; timeout=600 if one is slow"
         states = {**dict.fromkeys(gone, "does not answer: killed, or frozen"), **records, self.rank: mine}
         lines = [f"rank {rank}: {states[rank]}" for rank in sorted(states)]
         why = "\n         ".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
@@ -229,7 +234,7 @@ R = TypeVar("R")
 
 
 def watched(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective method of ParallelModule, so that the watchdog can name the method."""
+    """Decorate a collective method of ParallelModule, so that HangError can name the method."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -245,7 +250,7 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def meeting(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a watched method to start with a barrier, which names the ranks that do not reach it."""
+    """Decorate a collective method of ParallelModule: wait for all ranks first, and name missing ranks."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -280,7 +285,7 @@ def watching(group_name: str) -> Iterator[None]:
 
 
 def limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the time limit of a group's sends and receives. Collectives have another limit."""
+    """Return the time limit of point-to-point sends and receives of a group."""
     watch = _WATCHES.get(group.group_name)
     return PATIENCE if watch is None else timedelta(seconds=watch.limit_s)
 
@@ -292,7 +297,10 @@ def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
 
 
 def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    """Return a function that returns the store for a group's records. Each thread gets its own client."""
+    """Return a function that returns the torch.distributed store in which ranks of a group report state.
+
+    Each thread gets a separate connection to the store.
+    """
     first, name = default_store(), group.group_name
     clients = threading.local()
 
@@ -305,7 +313,7 @@ def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
 
 
 def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
-    """Run in a thread: publish the main thread's position each time a rank requests it."""
+    """Publish the position of the main thread each time a rank requests it. Runs in a thread."""
     answered, beat_s, is_last = 0, BEAT_S, False
     while not is_last:
         is_last = stopped.wait(beat_s)
@@ -326,9 +334,9 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 
 
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
-    """Record that the process ends, through the connection of the watchdog's thread, and end the thread.
+    """Publish that this process ends, and stop the watchdog's thread.
 
-    Python would abort the process if the process ended while the thread uses the store.
+    Without it, Python would abort the process if it exits while the thread uses the store.
     """
     watch = watch_ref()
     if watch is not None and watch.state != "waiting":

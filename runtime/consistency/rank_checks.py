@@ -1,7 +1,7 @@
-"""Checks by digest of what must be equal on all ranks: setup, program, weights, arguments of calls.
+"""Checks that setup, program, weights and arguments of calls are equal on all ranks.
 
-Without these checks, ranks that differ would compute wrong values, or wait for each other forever. Every check is one
-collective on the host, and its error is the same on every rank.
+Without these checks, ranks that differ would compute wrong values, or wait for each other forever. Ranks compare
+digests. Every check is one collective on the host, and its error is the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN = (
 BROADCAST_BYTES = 2**28
 
 
-def begin_alike(
+def check_same_start(
     model: nn.Module,
     subjects: Mapping[str, str],
     group: dist.ProcessGroup | None,
@@ -42,10 +42,10 @@ def begin_alike(
 ) -> None:
     """Raise RuntimeSetupError if ranks differ in `subjects` or have traced different programs.
 
-    A collective call of all ranks of a host group. None: there is one rank, and nothing to compare.
+    A collective call of all ranks of a host group. It does nothing if `group` is None, because there is one rank.
 
     Args:
-        subjects: {name of what is compared: text of it on this rank}.
+        subjects: {name: text}, such as {"mesh": "dp2,tp2"}. Texts must be equal on all ranks.
         weights: also compare the values of parameters and buffers. If only values differ, all ranks take the first
             rank's values.
     """
@@ -56,18 +56,21 @@ def begin_alike(
         subjects[TRACED] = program_text(program)
     if weights:
         subjects[WEIGHTS] = weights_digest(model)
-    if not check_alike(subjects, group):
+    if not check_same_texts(subjects, group):
         take_first_ranks_weights(model, group)
 
 
-def described(model: nn.Module) -> dict[str, str]:
-    """Describe a model by texts that must be equal on all ranks: its class, and its tensors' properties."""
+def model_texts(model: nn.Module) -> dict[str, str]:
+    """Return texts that must be equal on all ranks: the model's class, and properties of its tensors."""
     lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
     return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return {first name: tensor} of a model's parameters and buffers, without meta tensors."""
+    """Return {name: tensor} of a model's parameters and buffers, without meta tensors.
+
+    A tied tensor has only its first name.
+    """
     tensors = _tensors(model, every_name=False)
     return {name: tensor.detach() for _, name, tensor in tensors if has_memory(tensor) and not tensor.is_sparse}
 
@@ -78,7 +81,10 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def program_text(program: Program) -> str:
-    """Return the graphs of a program as text that is equal on all ranks. Device indices are removed."""
+    """Return the graphs of a program as text, to compare programs between ranks.
+
+    Device indices are removed, because they differ between ranks.
+    """
     lines = []
     for stage in program.stages:
         for graph in (stage.prologue, stage.graph):
@@ -90,10 +96,10 @@ def program_text(program: Program) -> str:
     return text
 
 
-def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
-    """Compare texts between ranks. Return True if the weights are equal on all ranks.
+def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
+    """Compare `subjects` between ranks. Return True if the digest of the weights is equal on all ranks.
 
-    Raises RuntimeSetupError if any other text in `subjects` differs.
+    Raises RuntimeSetupError if another subject differs.
     """
     mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
     everyones = gather_objects(mine, group)
@@ -107,10 +113,10 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
         elif unlike[1:]:
             unlike = [name for name in unlike if name != TRACED]
         texts = gather_objects({name: subjects.get(name, "") for name in unlike}, group)
-        lines = [_told(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
+        lines = [_subject_text(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
         more = f"; and {len(unlike) - 3} more" if len(unlike) > 3 else ""
         raise RuntimeSetupError(
-            f"the ranks start differently: they differ in {unlike[0]}",
+            f"the ranks differ in {unlike[0]}",
             why="\n         ".join(lines) + more,
             hint=hint,
         )
@@ -119,7 +125,7 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
 
 @torch.no_grad()
 def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Overwrite parameters and buffers that differ from the first rank's with the first rank's values.
+    """Broadcast the first rank's values of all parameters and buffers that differ between ranks.
 
     A collective call. The first rank warns once, and names the first tensor that differs.
     """
@@ -165,7 +171,7 @@ def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> 
 
 
 def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
-    """Format ranks of a group with torchrun's numbers: `rank 1`, `ranks 0, 2 to 5`."""
+    """Format ranks of a group by their global ranks: `rank 1`, `ranks 0, 2 to 5`."""
     numbers = sorted(dist.get_process_group_ranks(group)[rank] for rank in ranks)
     runs: list[list[int]] = []
     for number in numbers:
@@ -180,13 +186,13 @@ def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Format one text per rank of a group, equal texts once: `ranks 0, 2: dp2,tp2; rank 1: tp4`."""
+    """Format one text per rank, and list ranks with equal texts together: `ranks 0, 2: dp2; rank 1: tp4`."""
     ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
     return "; ".join(f"{ranks_text(who, group)}: {text or 'none'}" for text, who in ranks.items())
 
 
-def _told(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Format the texts of all ranks for one subject. Of long texts, show only the first line that differs."""
+def _subject_text(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
+    """Format how one compared property differs between ranks. Of long texts, show only the first line that differs."""
     if all(map(_is_short, texts)):
         return f"{name}: {by_rank(texts, group)}"
     for lines in itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="no more"):

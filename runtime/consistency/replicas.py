@@ -1,8 +1,8 @@
 """Check at intervals that the replicas of a parameter on several ranks are still equal.
 
-Replicas over `dp`, parameters that `tp` does not shard, and tied parameters of two stages start equal and get equal
-gradients. They stay bitwise identical unless the training loop treats them differently: ranks clip by different norms,
-or a rank skips an update. Checksums of replicas are compared in one collective on the host.
+Parameters have replicas over `dp`, over `tp` if they are not sharded, and in two stages if they are tied. Replicas
+start equal and get equal gradients. They stay bitwise identical unless the training loop updates them differently, for
+example if ranks clip by different norms. Checksums of replicas are compared in one collective on the host.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ _NUMBERS = itertools.count()
 _NOTED: WeakSet[Replicas] = WeakSet()
 """Replicas of the modules whose `state_dict` was called since the last checkpoint."""
 
-Part = tuple[tuple[int, ...], tuple[str, ...]]
+ParameterStorage = tuple[tuple[int, ...], tuple[str, ...]]
 """Storage of a parameter: the `pp` coordinates that store it, and the axes over which it is sharded."""
 
 
 def is_due(check_replicas: int | bool | None, step: int) -> bool:
-    """Return True if replicas are compared at the start of step number `step`.
+    """Return True if replicas are compared before step number `step`.
 
-    `check_replicas`: None: at steps 1, 2, 4, 8 and every 100th; n: at every n-th step; False: never.
+    Args:
+        check_replicas: None for steps 1, 2, 4, 8 and every 100th; an int n for every n-th step; False for no step.
 
     >>> [step for step in range(1, 301) if is_due(None, step)]
     [1, 2, 4, 8, 100, 200, 300]
@@ -60,22 +61,19 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
 
 
 def check_before_saving(state_dict: Mapping[str, Any]) -> None:
-    """Compare the replicas of parameters that a distributed checkpoint is about to save, on all ranks.
+    """Compare the replicas of parameters that a distributed checkpoint is about to save.
 
-    A checkpoint that is written in a thread is not checked, because the training loop can use the process groups at the
-    same time.
+    Does nothing in a thread (asynchronous saves), because the training loop can use the process groups at the same
+    time.
     """
     if threading.current_thread() is threading.main_thread():
         for replicas in sorted(_NOTED, key=lambda replicas: replicas._number):
             replicas.check_state_dict(state_dict.keys())
 
 
-def copies(part: Part, process: Process) -> list[list[int]]:
-    """Return the groups of ranks that store the same shard of a parameter, without groups of one rank.
-
-    `part`: the `pp` coordinates that store the parameter, and the axes over which it is sharded.
-    """
-    owning, cut_axes = part
+def replica_groups(storage: ParameterStorage, process: Process) -> list[list[int]]:
+    """Return lists of ranks that store the same shard of a parameter, for shards with several replicas."""
+    owning, cut_axes = storage
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(process.mesh.num_ranks):
         coordinates = process.mesh.coordinates(rank)
@@ -85,17 +83,18 @@ def copies(part: Part, process: Process) -> list[list[int]]:
 
 
 class Replicas:
-    """Comparison of the replicas of one module's parameters at some steps (`is_due`).
+    """Compares the replicas of one module's parameters before certain steps (`is_due`).
 
-    `stage_style`: assignment of stages to ranks, "loop" or "V".
+    Args:
+        stage_style: assignment of stages to ranks, "loop" or "V".
     """
 
     def __init__(self, process: Process, stage_style: str, check_replicas: int | bool | None = None):
         self.process, self.stage_style, self.check_replicas = process, stage_style, check_replicas
         self.step = self.last_step = 0
         self._program: Program | None = None
-        self._names: dict[Part, list[str]] = {}
-        self._groups: dict[Part, list[list[int]]] = {}
+        self._names: dict[ParameterStorage, list[str]] = {}
+        self._groups: dict[ParameterStorage, list[list[int]]] = {}
         self._number = next(_NUMBERS)
         self._in_state_dict: tuple[Program, Mapping[str, Tensor]] | None = None
 
@@ -110,17 +109,17 @@ class Replicas:
             self.check(program, parameters, self.step)
 
     def check_before(self, method: str, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Compare replicas before a collective method saves parameters, unless comparisons are switched off."""
+        """Compare replicas before a collective method saves parameters, unless `check_replicas` is False."""
         if self.check_replicas is not False and self.check_replicas != 0:
             self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
 
     def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Record the parameters of a state dict that was created, because a distributed checkpoint can follow."""
+        """Record that a state dict was created. `check_state_dict` runs if a checkpoint of it is saved."""
         self._in_state_dict = program, parameters
         _NOTED.add(self)
 
     def check_state_dict(self, keys: Collection[str]) -> None:
-        """Compare replicas if the keys of a checkpoint contain the parameters of the last state dict."""
+        """Compare replicas if a checkpoint with these keys contains parameters of this module."""
         assert self._in_state_dict is not None
         (program, parameters), self._in_state_dict = self._in_state_dict, None
         _NOTED.discard(self)
@@ -131,13 +130,13 @@ class Replicas:
     def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
         """Compare the replicas of all parameters. A collective call of all ranks.
 
-        Raises ReplicaError on every rank if replicas differ by more than rounding. If they differ by less, all ranks
-        take the values of the first rank that stores the parameter, with a warning.
+        If replicas differ by more than rounding, raises ReplicaError on every rank. If they differ by less, warns, and
+        all ranks take the values of the first rank that stores the parameter.
 
         Args:
             parameters: {name: this rank's parameter}.
             step: number of steps so far.
-            moment: the call that follows, for messages. By default it is the step.
+            moment: description of the next call, for messages. Empty: the step.
         """
         group = self.process.host_group
         if group is None:
@@ -145,12 +144,12 @@ class Replicas:
         self._read(program)
         steps, self.last_step = step - self.last_step, step
         mine = dict(zip(parameters, checksums(parameters.values()), strict=True))
-        slots = [(part, ranks) for part, groups in self._groups.items() for ranks in groups]
+        slots = [(storage, ranks) for storage, groups in self._groups.items() for ranks in groups]
         if not slots or self._all_alike(slots, mine):
             return
         drifted = self._drifted(parameters, mine, group)
-        apart = _apart(drifted, parameters, steps, group)
-        beyond = [row for row in apart if not row.apart <= row.rounding]
+        differences = _replica_differences(drifted, parameters, steps, group)
+        beyond = [row for row in differences if not row.difference <= row.rounding]
         if beyond:
             raise _error(beyond, moment or f"step {step}", group)
         for row in drifted:
@@ -159,10 +158,10 @@ class Replicas:
                 with torch.no_grad():
                     parameters[row.name].copy_(values)
         if group.rank() == 0:
-            _warn(apart, moment or f"step {step}", group)
+            _warn(differences, moment or f"step {step}", group)
 
     def _read(self, program: Program) -> None:
-        """Group the parameters of a program by the ranks that replicate them."""
+        """Find the ranks that replicate each parameter of a program."""
         if program is self._program:
             return
         self._program, self._names = program, {}
@@ -170,13 +169,13 @@ class Replicas:
             cut_axes = tuple(axis for axis, _ in splits_of(stored, program.mesh))
             cut_axes += stored.differs_over(program.mesh)
             self._names.setdefault((tuple(owners(program, stored, self.stage_style)), cut_axes), []).append(name)
-        self._groups = {part: copies(part, self.process) for part in self._names}
+        self._groups = {storage: replica_groups(storage, self.process) for storage in self._names}
 
-    def _all_alike(self, slots: Sequence[tuple[Part, list[int]]], mine: Mapping[str, int]) -> bool:
+    def _all_alike(self, slots: Sequence[tuple[ParameterStorage, list[int]]], mine: Mapping[str, int]) -> bool:
         spans = torch.full((len(slots), 2), torch.iinfo(torch.int64).min)
-        for slot, (part, ranks) in enumerate(slots):
+        for slot, (storage, ranks) in enumerate(slots):
             if self.process.rank in ranks:
-                numbers = repr([mine[name] for name in self._names[part]]).encode()
+                numbers = repr([mine[name] for name in self._names[storage]]).encode()
                 number = int.from_bytes(hashlib.blake2b(numbers, digest_size=7).digest())
                 spans[slot] = torch.tensor([number, -number])
         reduce_over_all(spans, dist.ReduceOp.MAX, self.process)
@@ -185,15 +184,15 @@ class Replicas:
     def _drifted(
         self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: dist.ProcessGroup
     ) -> list[Drifted]:
-        """Return the parameters whose replicas differ, in the program's order, on every rank."""
+        """Return the parameters whose replicas differ, in the program's order. Equal on all ranks."""
         facts = {name: (number, tuple(parameters[name].shape), parameters[name].dtype) for name, number in mine.items()}
         everyones = gather_objects((self.process.rank, facts), group)
         place = {rank: index for index, (rank, _) in enumerate(everyones)}
         drifted = []
         assert self._program is not None
         for name in self._program.parameters:
-            part = next(part for part, names in self._names.items() if name in names)
-            for ranks in self._groups[part]:
+            storage = next(storage for storage, names in self._names.items() if name in names)
+            for ranks in self._groups[storage]:
                 members = sorted(place[rank] for rank in ranks)
                 theirs = [everyones[index][1][name] for index in members]
                 if len({number for number, *_ in theirs}) > 1:
@@ -202,7 +201,11 @@ class Replicas:
 
 
 class Drifted(NamedTuple):
-    """A parameter whose replicas differ. `members`: the ranks that store it, in rank order."""
+    """A parameter whose replicas differ.
+
+    Attributes:
+        members: the ranks that store it, in rank order.
+    """
 
     name: str
     members: list[int]
@@ -210,23 +213,24 @@ class Drifted(NamedTuple):
     dtype: torch.dtype
 
 
-class Apart(NamedTuple):
-    """Largest difference between the replicas on the ranks `rank` and `first`.
+class ReplicaDifference(NamedTuple):
+    """Largest difference between a parameter's replicas on the ranks `rank` and `first`.
 
-    `rounding`: difference that rounding can explain.
+    Attributes:
+        rounding: the largest difference that rounding can explain.
     """
 
     name: str
     rank: int
     first: int
-    apart: float
+    difference: float
     rounding: float
 
 
-def _apart(
+def _replica_differences(
     drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: dist.ProcessGroup
-) -> list[Apart]:
-    """Return the difference of every replica from the first replica. The result is equal on every rank."""
+) -> list[ReplicaDifference]:
+    """Return how much every replica differs from the first one. The result is equal on every rank."""
     mine = []
     for row in drifted:
         values = _first_copy(row, parameters, group)
@@ -246,38 +250,38 @@ def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.Proc
     return first_ranks_values(values, row.members[0], group)
 
 
-def _compared(row: Drifted, rank: int, values: Tensor, local: Tensor, steps: int) -> Apart:
+def _compared(row: Drifted, rank: int, values: Tensor, local: Tensor, steps: int) -> ReplicaDifference:
     one, other = (t.detach().to("cpu", torch.float64) for t in (values, local))
     difference = (one - other).abs()
     difference[(one == other) | (one.isnan() & other.isnan())] = 0
-    apart = float(difference.nan_to_num(nan=math.inf).max())
+    largest = float(difference.nan_to_num(nan=math.inf).max())
     size = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
     unit = torch.finfo(local.dtype).eps if local.is_floating_point() else 0.0
-    return Apart(row.name, rank, row.members[0], apart, ROUNDING * unit * size * math.sqrt(max(steps, 1)))
+    return ReplicaDifference(row.name, rank, row.members[0], largest, ROUNDING * unit * size * math.sqrt(max(steps, 1)))
 
 
-def _error(beyond: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> ReplicaError:
+def _error(beyond: Sequence[ReplicaDifference], moment: str, group: dist.ProcessGroup) -> ReplicaError:
     first = beyond[0]
     ranks = [row.rank for row in beyond if row.name == first.name]
-    apart = max(row.apart for row in beyond if row.name == first.name)
+    largest = max(row.difference for row in beyond if row.name == first.name)
     others = len({row.name for row in beyond}) - 1
     more = f", and of {others} other parameter{'s' * (others > 1)}" if others else ""
     differing, reference = ranks_text(sorted(set(ranks)), group), ranks_text([first.first], group)
     return ReplicaError(
         f"the replicas of '{first.name}' have different values",
         why=f"the values of {differing} and of {reference} differ by up to "
-        f"{apart:.3g}; rounding explains {first.rounding:.1g}",
+        f"{largest:.3g}; rounding explains at most {first.rounding:.1g}",
         where=f"before {moment}{more}",
         hint="pm.clip_grad_norm_ for clipping, and the same updates on every rank",
     )
 
 
-def _warn(apart: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> None:
-    first, others = apart[0], len({row.name for row in apart}) - 1
+def _warn(differences: Sequence[ReplicaDifference], moment: str, group: dist.ProcessGroup) -> None:
+    first, others = differences[0], len({row.name for row in differences}) - 1
     warnings.warn(
         f"before {moment} the replicas of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
-        f"{first.apart:.1g}{f', and those of {others} more' if others else ''}. This is rounding; all ranks take the "
-        "first rank's values. Sums in a varying order cause it, such as atomics on a GPU: "
+        f"{first.difference:.1g}{f', and those of {others} more' if others else ''}. This is rounding; all ranks take "
+        "the first rank's values. Sums in a varying order cause it, such as atomics on a GPU: "
         "torch.use_deterministic_algorithms(True).",
         stacklevel=2,
     )

@@ -1,9 +1,9 @@
 """Check that all ranks make the same call: same method, options and step number, on the same batch.
 
-The check is one collective of a dozen numbers on the host. It starts with the call and ends before anything else is
-sent. Integer inputs, such as tokens, are compared exactly. Floating-point inputs can be rounded differently on ranks. A
-sample of their elements, which changes with the step, is compared up to rounding: its projections on four sign vectors,
-and its mean magnitude.
+The check is one all-gather of a dozen numbers on the host. It starts with the call, and ends before any other
+communication. Integer inputs, such as tokens, are compared exactly. Floating-point inputs can be rounded differently on
+ranks, so they are compared up to rounding. For this comparison, a sample of their elements is projected on four sign
+vectors. The sample changes with the step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,19 @@ four times their precision. Different batches differ by about 1.
 """
 SMALLEST = 1e-6
 """Smaller values are treated as rounding around zero."""
-_SAME_BATCH = "give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"
+_SAME_BATCH = "pass the same global batch on every rank; or parallelize(..., local_batch=True), and pass local samples"
 _SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks"
 
 
 @dataclass(frozen=True)
-class Given:
-    """One call of a method on this rank: the method's name, the call's number, options as text, inputs."""
+class ComparedCall:
+    """A call on this rank, to be compared with the calls of other ranks.
+
+    Attributes:
+        name: the method.
+        number: number of calls of this method so far.
+        text: description of options and shapes, which must be equal on all ranks.
+    """
 
     name: str
     number: int
@@ -57,21 +63,21 @@ class Given:
     """False for a step if no parameter of this rank needs a gradient. It is an error if it is False on all ranks."""
 
     @functools.cached_property
-    def whole_numbers(self) -> dict[str, int]:
-        """{integer input: the checksum of its values}."""
+    def integer_checksums(self) -> dict[str, int]:
+        """{integer input: checksum of its values}."""
         exact = {name: t for name, t in self.inputs.items() if not _is_rounded(t)}
         return dict(zip(exact, checksums(exact.values()), strict=True))
 
     @functools.cached_property
     def floats(self) -> dict[str, list[float]]:
-        """{floating-point input: random projections of a sample of its elements, scaled by the tolerance}."""
-        return {name: _marks(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
+        """{floating-point input: random projections of a sample of its elements, in units of the tolerance}."""
+        return {name: _projections(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
 
     def numbers(self) -> list[float]:
         """Return the numbers that this rank sends to describe the call.
 
-        Two numbers must be equal on all ranks. Then follow numbers of the inputs that all ranks share. With local
-        batches, numbers of the inputs that only ranks with the same samples share come last.
+        They are the call's number, a hash of its text, and numbers that describe the input values (`_values`). With
+        `local_batch`, numbers for inputs that differ between data ranks come last.
         """
         text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
         rows = [] if self.own_rows is None else self._values(self.own_rows)
@@ -79,15 +85,15 @@ class Given:
         return [float(self.number), float(int.from_bytes(text)), *every, *rows]
 
     def _values(self, names: Collection[str]) -> list[float]:
-        """Return the numbers that describe the inputs `names` in a comparison.
+        """Return numbers that describe the values of the inputs `names`.
 
-        The first, a hash of the integer inputs, must be equal on the ranks. The others, sums over the floating-point
-        inputs, can differ by `slack`.
+        The first number is a hash of the integer inputs, which must be equal. The other numbers are sums of projections
+        of the floating-point inputs, which may differ by `slack`.
         """
-        whole = {name: number for name, number in self.whole_numbers.items() if name in names}
+        whole = {name: number for name, number in self.integer_checksums.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
         floats = [marks for name, marks in self.floats.items() if name in names]
-        columns = zip(*(self._weighted(place, marks) for place, marks in enumerate(floats)), strict=True)
+        columns = zip(*(self._scaled_projections(place, marks) for place, marks in enumerate(floats)), strict=True)
         sums = [math.fsum(column) for column in columns] or [0.0] * (PROJECTIONS + 1)
         return [float(int.from_bytes(exact)), *sums]
 
@@ -95,19 +101,22 @@ class Given:
     def slack(self) -> float:
         return 1.5 * len(self.floats)
 
-    def _weighted(self, place: int, marks: Sequence[float]) -> list[float]:
-        """Scale an input's projections by a separate factor, so that two inputs' differences do not cancel."""
+    def _scaled_projections(self, place: int, marks: Sequence[float]) -> list[float]:
+        """Multiply an input's projections by a factor that depends on the input's index.
+
+        With different factors, the differences of two inputs cannot cancel in the sum.
+        """
         factor = 0.5 + (place * 0.6180339887) % 1
         return [factor * mark for mark in marks]
 
 
 CALL = 2
 VALUES = CALL + 2 + PROJECTIONS
-"""Ends of the parts of `Given.numbers`: the call, and the inputs that all ranks share."""
+"""Ends of the parts of `ComparedCall.numbers`: the call, and the inputs that all ranks share."""
 
 
 def all_frozen() -> UsageError:
-    """Return the error for a step if all parameters were frozen after `parallelize`."""
+    """Return the error for a step in which every parameter is frozen."""
     return UsageError(
         "step() has nothing to train", why="every parameter of pm is frozen now",
         hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
@@ -115,7 +124,7 @@ def all_frozen() -> UsageError:
 
 
 def same_rows(mesh: Mesh) -> list[list[int]]:
-    """Return the groups of ranks that compute the same samples of a batch."""
+    """Return lists of ranks that compute the same samples of a batch."""
     groups: dict[int, list[int]] = {}
     for rank in range(mesh.num_ranks):
         groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
@@ -123,13 +132,13 @@ def same_rows(mesh: Mesh) -> list[list[int]]:
 
 
 class Comparison:
-    """A comparison of a call between ranks, which is in flight.
+    """Comparison of a call between ranks, which is in flight.
 
-    It starts at construction. Every rank must call `finish_comparison`. In between, a rank can compute, but must not
+    Creating it starts the all-gather. Every rank must call `finish_comparison`. Until then, a rank must not
     communicate.
     """
 
-    def __init__(self, called: Given, process: Process):
+    def __init__(self, called: ComparedCall, process: Process):
         self.given, self.process = called, process
         if process.host_group is None and not called.trains:
             raise all_frozen()
@@ -137,9 +146,9 @@ class Comparison:
         self._wait = None if process.host_group is None else begin_gather(numbers, process)
 
     def finish_comparison(self) -> None:
-        """Finish the comparison. Further calls of this method do nothing.
+        """Wait for the other ranks, and compare the calls. A second call of this method does nothing.
 
-        Raises InputError on every rank if ranks make different calls, UsageError if a step trains nothing.
+        Raises InputError on every rank if ranks make different calls, UsageError if a step trains no parameter.
         """
         if self._wait is None:
             return
@@ -158,13 +167,13 @@ class Comparison:
             raise _error(self.given, groups, self.process)
 
     def _first_problem(self) -> AutopartError | None:
-        """Return the error of the first rank that reports one. Different stages can report different errors."""
+        """Return the first error that a rank has reported in `ComparedCall.problem`, or None."""
         assert self.process.host_group is not None
         problems = gather_objects(self.given.problem, self.process.host_group)
         return next((problem for problem in problems if problem is not None), None)
 
     def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
-        """Return True if inputs have equal values on the ranks of each group of `groups`."""
+        """Return True if the ranks in each list of `groups` have equal input values."""
         slack = self.given.slack
         if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
             return False
@@ -174,15 +183,16 @@ class Comparison:
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
-    """Return True if ranks agree: the first numbers are equal, and the others differ by at most `slack`."""
+    """Return True if the ranks have equal input values, given the numbers of each rank (`_values`)."""
     exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
     return not exact and max(others) <= slack
 
 
-def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> InputError:
+def _error(called: ComparedCall, groups: Sequence[Sequence[int]], process: Process) -> InputError:
     group = process.host_group
     assert group is not None
-    mine = (process.rank, called.name, called.number, called.text, called.whole_numbers, called.floats, called.num_rows)
+    sums, floats = called.integer_checksums, called.floats
+    mine = (process.rank, called.name, called.number, called.text, sums, floats, called.num_rows)
     everyones = gather_objects(mine, group)
     _, names, numbers, texts, _, _, num_rows = zip(*everyones, strict=True)
     where, is_local = f"{names[0]} {numbers[0]}", called.own_rows is not None
@@ -193,9 +203,10 @@ def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> 
             where=where, hint="DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True)",
         )  # fmt: skip
     if len(set(texts)) > 1:
-        what = "the ranks are called with different inputs"
         hint = "the same shapes, options and mode on every rank" if is_local else _SAME_BATCH
-        return InputError(what, why=by_rank(texts, group), where=where, hint=hint)
+        return InputError(
+            "the ranks are called with different inputs", why=by_rank(texts, group), where=where, hint=hint
+        )
     if len(set(numbers)) > 1:
         steps = [f"{name} {number}" for name, number in zip(names, numbers, strict=True)]
         return InputError(
@@ -206,11 +217,12 @@ def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> 
 
 
 def _values_error(
-    called: Given, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
+    called: ComparedCall, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
 ) -> InputError:
     """Return the error for ranks that make equal calls with different input values.
 
-    `everyones`: the input names and texts that `_error` gathered from all ranks.
+    Args:
+        everyones: for each rank, the description of its call that `_error` has gathered.
     """
     group, own_rows = process.host_group, called.own_rows or frozenset()
     assert group is not None
@@ -228,17 +240,19 @@ def _values_error(
     named = ["the seeds of dropout" if name == SEEDS else name for name in called.inputs if name in differ]
     pairs = [f"{ranks_text(who, group)} unlike {ranks_text([first], group)}" for first, who in unlike.items()]
     where += f": {', '.join(pairs)}" if pairs else ""
-    why, hint = "every rank takes the whole batch, and computes its part of it", _SAME_BATCH
+    why, hint = "every rank must be passed the full global batch, of which it computes its shard", _SAME_BATCH
     if called.own_rows is not None:
-        why, hint = "it has no rows of its own for every rank", "the same values on every rank"
+        why, hint = "an input without batch dimension must be equal on all ranks", "pass the same values on every rank"
     if not own_rows.isdisjoint(differ):
-        why, hint = "ranks with one data_rank compute parts of the same rows", _SAME_ROWS
-    what = f"the ranks are called with different values of {', '.join(named or called.floats)}"
-    return InputError(what, why=why, where=where, hint=hint)
+        why, hint = "ranks with equal data_rank compute the same samples", _SAME_ROWS
+    return InputError(
+        f"the ranks are called with different values of {', '.join(named or called.floats)}", why=why, where=where,
+        hint=hint,
+    )  # fmt: skip
 
 
 def _differing(one: tuple, other: tuple) -> list[str]:
-    """Return the inputs whose values differ between two ranks."""
+    """Return the names of inputs whose values differ between two ranks."""
     exact = [name for name, number in one[4].items() if other[4][name] != number]
     pairs = {name: zip(marks, other[5][name], strict=True) for name, marks in one[5].items()}
     return exact + [name for name, pair in pairs.items() if any(abs(a - b) > 1 for a, b in pair)]
@@ -248,8 +262,8 @@ def _is_rounded(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _marks(tensor: Tensor, number: int) -> list[float]:
-    """Return random projections of a sample of a tensor's elements, and the log of its mean magnitude."""
+def _projections(tensor: Tensor, number: int) -> list[float]:
+    """Return projections of a sample of a tensor's elements on sign vectors, and the log of its mean size."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

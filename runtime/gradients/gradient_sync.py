@@ -1,7 +1,8 @@
-"""Interface of the runtime to data-parallel synchronisation: all-reduce, or a `dp_sync` method.
+"""Interface for data-parallel synchronisation other than an all-reduce of gradients (`dp_sync`).
 
-`GradientSync` is the default, `dp_sync="all_reduce"`: buckets reduce every gradient, and it does nothing. The optional
-package `autopart.extras.dp_sync` subclasses it for methods that compress gradients or average models.
+The class `GradientSync` is the default for `dp_sync="all_reduce"`. Its methods do nothing, because buckets reduce all
+gradients. The optional package `autopart.extras.dp_sync` subclasses it for methods that compress gradients or average
+models.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from autopart.runtime.comm.process_mesh import Process
 
 
 class GradientSync:
-    """Data-parallel synchronisation of one module on this rank.
+    """Data-parallel synchronisation of one module on this rank. This base class does nothing.
+
+    A `dp_sync` method is, for example, PowerSGD. It reduces the gradients of a parameter over the outermost data axis.
 
     Attributes:
-        methods: {name: method} of parameters whose gradients are reduced by a `dp_sync` method over the outermost data
-            axis. Buckets leave them unreduced over that axis.
-        unsharded: {name: tensor without storage} for sharded parameters with a method. During a step its `.grad`
-            receives the full gradient.
+        methods: {parameter: method}. Buckets do not reduce the gradients of these parameters over the outermost data
+            axis.
+        unsharded: {parameter: tensor without storage} of sharded parameters that have a method. During a step, `.grad`
+            of this tensor receives the full gradient.
     """
 
     def __init__(self, process: Process):
@@ -38,24 +41,24 @@ class GradientSync:
         return False
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Use the module's newest program, which contains the parameters of all earlier programs.
+        """Switch to a program and its parameters. Called for each new program of the module.
 
         Args:
-            program: the program.
+            program: the program. It includes the parameters of all earlier programs.
             parameters: {name: local parameter}.
         """
 
     # --- In a step
 
     def with_unsharded(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the parameters, with tensors of `unsharded` in place of parameters that it contains."""
+        """Return `parameters`, with sharded parameters replaced by their tensors in `unsharded`."""
         return parameters
 
     def reduce_by_method(self, loss_scale: float = 1.0) -> None:
-        """Synchronise the gradients of all parameters with a method.
+        """Synchronise the gradients of all parameters that have a `dp_sync` method.
 
-        `.grad` has this rank's partial gradient times `loss_scale`. A collective call, after all other reductions of a
-        step.
+        A collective call, after all other reductions of a step. Before it, `.grad` has this rank's partial gradient
+        times `loss_scale`.
         """
 
     def release_full_gradients(self) -> None:
@@ -68,27 +71,27 @@ class GradientSync:
 
         Args:
             outputs: the outputs.
-            leave: function that returns True if a later backward will synchronise the gradients (`no_sync`).
+            leave: function that returns True if the backward leaves gradients unsynchronised (`no_sync`).
         """
         return tuple(outputs)
 
     # --- Checks
 
     def problem(self, in_step: bool) -> UsageError | None:
-        """Return an error if gradient hooks would get unsynchronised gradients, else None.
+        """Return an error if gradient hooks would get gradients that are not synchronised, else None.
 
         The result is equal on every rank.
 
         Args:
-            in_step: True in `step`, in which hooks run after synchronisation.
+            in_step: True in `step`, which runs hooks after synchronisation.
         """
         return None
 
     def check_optimizer_attached(self) -> None:
-        """Raise UsageError before the second step if the method averages models and no optimizer is attached."""
+        """Raise UsageError before the second step if models must be averaged and no optimizer is attached."""
 
-    def check_gradients(self, asked: str) -> None:
-        """Raise UsageError if every data rank has its own model, so that there is no global gradient."""
+    def check_gradients(self, call: str) -> None:
+        """Raise UsageError if every data rank has its own model, because then no global gradient exists."""
 
     # --- State
 
@@ -98,11 +101,11 @@ class GradientSync:
 
 
 def sync_for(program: Program, current: GradientSync) -> GradientSync:
-    """Return the synchronisation that a program needs: `current`, or a new one that runs its methods."""
+    """Return the synchronisation for a program: `current`, or a new one if a parameter has a method."""
     has_method = any(stored.method is not None for stored in program.parameters.values())
     return with_methods(current) if has_method else current
 
 
 def with_methods(current: GradientSync) -> Any:
-    """Return `current` if it can run methods, else a new synchronisation that can."""
+    """Return `current` if it can run `dp_sync` methods, else a new one from `autopart.extras.dp_sync`."""
     return sync_extra().make_sync(current.process) if type(current) is GradientSync else current

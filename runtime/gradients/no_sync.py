@@ -1,7 +1,7 @@
 """`no_sync()`: accumulate unreduced gradients of several batches, and reduce them once.
 
-Until the reduction, `.grad` of a parameter is this rank's partial gradient. A complete gradient of earlier calls stays
-on one of the ranks that reduce it, and is zeroed on the others, so that the sum counts it once.
+Until the reduction, `.grad` of a parameter is this rank's partial gradient. `.grad` may already have a reduced gradient
+of earlier calls. Then the first rank keeps it and the other ranks set it to zero, so that the reduction counts it once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class NoSync:
         is_open: the module is inside `no_sync()`, so calls leave their gradients unreduced.
         are_some: `.grad` contains partial gradients.
         are_expected: a forward ran inside `no_sync()`, and its backward has not run yet.
-        reduce_by_method: called after the reduction, for gradients that a `dp_sync` method reduces.
+        reduce_by_method: reduces gradients of parameters that have a `dp_sync` method. Called after all other
+            reductions.
     """
 
     def __init__(self, process: Process, stage_style: str, reduce_by_method: Callable[[], None]):
@@ -40,9 +41,10 @@ class NoSync:
         """True if the gradient of any parameter is all-reduced, on this rank or another."""
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Use the module's newest program, which has the parameters of all earlier programs.
+        """Switch to a program and its parameters. Called for each new program of the module.
 
-        `parameters`: {name: local parameter}.
+        Args:
+            parameters: {name: local parameter}.
         """
         self.program, self.parameters = program, parameters
         self.are_summed = any(
@@ -62,11 +64,11 @@ class NoSync:
 
     @property
     def matters(self) -> bool:
-        """True if the next call leaves gradients unreduced, or if `.grad` contains unreduced gradients."""
+        """True if the next call leaves gradients unreduced, or if `.grad` contains partial gradients."""
         return self.are_summed and (self.is_open or self.are_some or self.are_expected)
 
     def problem(self, program: Program) -> UsageError | None:
-        """Return an error if the next call does not support unreduced gradients, else None.
+        """Return an error if the next call cannot leave its gradients unreduced, else None.
 
         The result is equal on every rank.
         """
@@ -75,14 +77,14 @@ class NoSync:
         for name, parameter in self.parameters.items() if self.matters else ():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return UsageError(
-                    f"'{name}' has a hook on its gradient, and is used with no_sync()",
+                    f"the gradient hook of '{name}' cannot run inside no_sync()",
                     why="the hook would see this rank's partial gradient, not that of the whole batch",
-                    hint="remove it, and change p.grad before optimizer.step()",
+                    hint="remove the hook, and change p.grad before optimizer.step()",
                 )
         return None
 
     def begin(self) -> None:
-        """Switch `.grad` from complete gradients to this rank's partial gradients."""
+        """Prepare `.grad` for partial gradients: set reduced gradients to zero on all ranks but the first."""
         if self.are_some:
             return
         assert self.program is not None
@@ -95,10 +97,11 @@ class NoSync:
         self.process.unreduced.add(self)
 
     def leave(self, was_open: bool) -> bool:
-        """Return True if the current backward leaves its gradients unreduced.
+        """Return True if the current backward must not reduce its gradients itself.
 
-        `was_open`: the forward ran inside `no_sync()`. If it is False, all gradients are reduced at the end of this
-        backward.
+        Args:
+            was_open: the forward ran inside `no_sync()`. If False, all partial gradients are reduced when this backward
+                ends.
         """
         if not (was_open or self.are_some or self.are_expected):
             return False
@@ -126,23 +129,26 @@ class NoSync:
 
 
 def sharded_error(program: Program) -> UsageError | None:
-    """Return an error if a program stores parameters sharded (ZeRO), which `no_sync()` does not support."""
+    """Return an error if a program shards parameters over data ranks (ZeRO), else None.
+
+    `no_sync()` does not support such parameters.
+    """
     for name, stored in program.parameters.items():
         axis = program.mesh.stored_over(stored.layout)
         if axis is not None:
             return UsageError(
-                "no_sync() on a model whose parameters are sharded (zero=)",
+                "no_sync() is not supported for sharded parameters (zero=)",
                 why=f"'{name}' is sharded over {axis}: every backward reduce-scatters its gradient",
-                hint="microbatches=4: one step of a batch that is four times as large, split; or zero=0",
+                hint="microbatches=4 in one step of a batch that is four times as large; or zero=0",
             )
     return None
 
 
-def check_reduced(process: Process, asked: str) -> None:
-    """Raise UsageError on every rank if gradients are unreduced. The message names the call `asked`."""
+def check_reduced(process: Process, call: str) -> None:
+    """Raise UsageError on every rank if gradients are unreduced. `call`: the caller's name in the message."""
     if process.unreduced:
         raise UsageError(
-            f"{asked} needs gradients that are reduced over the ranks",
+            f"{call} needs gradients that are reduced over the ranks",
             why="the current gradients were computed inside no_sync(), and each rank has a partial gradient",
             hint="run the last call before the optimizer's step outside no_sync(): it reduces all of them",
         )

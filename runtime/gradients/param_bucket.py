@@ -1,11 +1,12 @@
-"""Buckets of parameters: unsharded together, with gradients reduced together.
+"""Buckets of parameters that are unsharded together and whose gradients are reduced together.
 
-In a step gradients accumulate in `.grad`, and the `Reducer` starts the reduction of a bucket from `.grad`. The user's
-own backward may be `torch.autograd.grad`, so reduced gradients pass through autograd. Two autograd nodes per bucket
-overlap the reduction with the backward. `_StartReduce` is inserted before the block that uses the parameters. Its
-backward starts the reduction when all gradients of the bucket are ready. `_WaitReduce` is created before all other
-nodes, and its backward waits. Autograd runs the nodes created last first, so it waits only after all other nodes have
-run.
+In a step, gradients accumulate in `.grad`, and the `Reducer` starts the reduction of each bucket.
+
+In a backward that the user starts, gradients may be results of `torch.autograd.grad`. So autograd functions reduce
+them. For each bucket there are two, so that the reduction overlaps with the backward. `_StartReduce` is inserted before
+the first use of the bucket's parameters. Its backward starts the reduction. `_WaitReduce` comes before all other
+autograd functions. Its backward waits for the reduction. Autograd runs first the backward of nodes that were created
+last, so `_WaitReduce` runs at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class UnshardStrategy(Protocol):
-    """All-gather of the parameters of a bucket."""
+    """Interface of the all-gather that unshards the parameters of a bucket."""
 
     def values(self) -> list[Tensor]:
         """Wait for the all-gather, and return the unsharded parameters."""
 
     def reshard(self) -> None:
-        """Release the unsharded parameters, because the current backward uses them no more."""
+        """Free the unsharded parameters. The current backward does not need them any more."""
 
 
 class ParamBucket:
@@ -42,12 +43,12 @@ class ParamBucket:
         stored: {name: this rank's parameter or shard}.
         strategy: reduces the gradients.
         queue: reductions in flight on this rank.
-        leaves: tensors that autograd accumulates into during a step, if they are not the stored ones.
-        targets: tensors whose `.grad` receives reduced gradients, if they are not the stored ones.
-        unshard: gathers the parameters. None: they are not sharded.
-        each_microbatch: reduce gradients after every microbatch of a step, not once.
+        leaves: tensors that accumulate gradients during a step, if not those in `stored`.
+        targets: tensors whose `.grad` receives reduced gradients, if not those in `stored`.
+        unshard: all-gather of the parameters. None: they are not sharded.
+        each_microbatch: reduce gradients after every microbatch of a step, instead of once.
         unreduced: state of `no_sync()`. None: the bucket does not support it.
-        reducer: the stage's reducer if autograd nodes start the reduction in `step()` too (ZeRO 3), else None.
+        reducer: reducer of the stage, with ZeRO 3. Then autograd functions reduce gradients in `step()` too.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ParamBucket:
         return (yield from into_grads(reduction, targets))
 
     def _take_accumulated(self, position: int) -> Tensor:
-        """Take the gradient that has accumulated over microbatches since the last reduction."""
+        """Return a parameter's gradient from the microbatches since the last reduction, and reset it."""
         leaf, earlier = self.leaves[position], self.accumulated.pop(position, None)
         grad = _take_gradient(leaf)
         if grad is None:
@@ -110,7 +111,10 @@ class ParamBucket:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add gradients to the sums in the strategy's `accumulate_dtype`, after each microbatch but the last."""
+        """Move gradients from `.grad` to sums in the strategy's `accumulate_dtype`, if it has one.
+
+        Called after each microbatch except the last.
+        """
         dtype = self.strategy.accumulate_dtype
         for position, leaf in enumerate(self.leaves if dtype is not None and not self.each_microbatch else ()):
             if (gradient := _take_gradient(leaf)) is not None:
@@ -121,7 +125,7 @@ class ParamBucket:
     # --- In a differentiable call.
 
     def begin_call(self) -> None:
-        """Begin a differentiable call, whose backward reduces the gradients."""
+        """Prepare for a differentiable call, whose backward reduces the gradients."""
         self.arrival, self.crossed = self._arrive(), None
 
     def end_call(self) -> None:
@@ -132,15 +136,19 @@ class ParamBucket:
         return pending, _WaitReduce.apply(pending, *self.stored)
 
     def cross(self) -> tuple[Tensor, ...]:
-        """Return tensors for graphs in place of the parameters. Their backward reduces the gradients."""
+        """Return unsharded parameters for a graph. Their backward reduces the gradients."""
         pending, arrived = self.arrival or self._arrive()
         return _StartReduce.apply(self, pending, *arrived)
 
     def enter(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors for a graph in place of the parameters `names`, at the first use of the bucket.
+        """Return unsharded parameters for a graph, at the first use of the bucket.
 
-        In a differentiable call, the backward of these tensors reduces gradients. In a step they are `tensors`,
-        unchanged, after waiting for the all-gather.
+        In a differentiable call, their backward reduces the gradients. In a step, waits for the all-gather and returns
+        `tensors`.
+
+        Args:
+            names: names of the parameters.
+            tensors: the parameters that autograd accumulates into.
         """
         if self.arrival is None:
             if self.unshard is not None:
@@ -151,9 +159,12 @@ class ParamBucket:
         return tuple(self.crossed[name] for name in names)
 
     def reduce_in_backward(self, pending: Pending, grads: list[Tensor], present: Sequence[int], was_open: bool) -> None:
-        """Reduce the gradients of the bucket's parameters at positions `present`, and store them in `pending`.
+        """Start to reduce gradients in a backward. `pending` receives the results.
 
-        `was_open`: the forward ran inside `no_sync()`.
+        Args:
+            grads: the gradients.
+            present: index in the bucket of each gradient's parameter.
+            was_open: the forward ran inside `no_sync()`.
         """
         if self.unreduced is not None and self.unreduced.leave(was_open):
             check_differentiated_once(
@@ -184,9 +195,9 @@ class ParamBucket:
 
 
 class _StartReduce(torch.autograd.Function):
-    """Autograd function at the start of a reduction. Forward returns tensors for graphs.
+    """Autograd function that unshards a bucket in forward, and starts to reduce its gradients in backward.
 
-    Backward starts to reduce the gradients of these tensors, and returns stride-0 placeholders of their shapes.
+    Backward returns placeholders of stride 0, because `_WaitReduce` returns the reduced gradients.
     """
 
     @staticmethod
@@ -197,7 +208,7 @@ class _StartReduce(torch.autograd.Function):
         ctx.placeholders = [tensor.new_empty(()).expand(tensor.shape) for tensor in tensors]
         unshard = bucket.unshard
         values = [tensor.view_as(tensor) for tensor in tensors] if unshard is None else unshard.values()
-        return _as_trained(ctx, tuple(values), 2)
+        return _mark_frozen(ctx, tuple(values), 2)
 
     @staticmethod
     @on_local_values
@@ -210,13 +221,13 @@ class _StartReduce(torch.autograd.Function):
 
 
 class _WaitReduce(torch.autograd.Function):
-    """Autograd function at the end of a reduction. Forward is the identity; backward waits for the result."""
+    """Autograd function: identity in forward. Backward waits for the reduced gradients and returns them."""
 
     @staticmethod
     def forward(ctx: Any, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.pending = pending
-        return _as_trained(ctx, tuple(tensor.view_as(tensor) for tensor in tensors), 1)
+        return _mark_frozen(ctx, tuple(tensor.view_as(tensor) for tensor in tensors), 1)
 
     @staticmethod
     @on_local_values
@@ -228,10 +239,11 @@ class _WaitReduce(torch.autograd.Function):
         return None, *(None if grad is None else next(remaining) for grad in grads)
 
 
-def _as_trained(ctx: Any, values: tuple[Tensor, ...], num_leading: int) -> tuple[Tensor, ...]:
-    """Mark values of frozen tensors as non-differentiable.
+def _mark_frozen(ctx: Any, values: tuple[Tensor, ...], num_leading: int) -> tuple[Tensor, ...]:
+    """Mark the values of frozen parameters as non-differentiable, and return all values.
 
-    `num_leading`: number of arguments before the tensors.
+    Args:
+        num_leading: number of arguments of the autograd function before its tensors.
     """
     frozen = [
         value for value, needs_grad in zip(values, ctx.needs_input_grad[num_leading:], strict=True) if not needs_grad

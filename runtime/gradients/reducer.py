@@ -1,10 +1,10 @@
 """Launch gradient reductions while the backwards of a step run, each bucket as soon as it is complete.
 
-The buckets of a stage are sorted by the order in which its backward completes them: the last block comes first. A hook
-on the autograd node that accumulates into `.grad` reports that a gradient is ready. Buckets are launched in their
-sorted order, whatever the order of their gradients, so that all ranks launch the same collectives in the same order (Li
-et al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule runs the weight backward separately, the accumulation nodes
-do not run. Then a bucket is launched when the weight backward ends.
+The buckets of a stage are sorted by the order in which the backward completes them, so the last block comes first.
+Hooks on autograd's accumulation nodes report that a gradient is ready. Buckets are always launched in sorted order, so
+all ranks launch the same collectives in the same order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). Some
+schedules run the weight backward separately, without accumulation nodes. Then a bucket is launched when the weight
+backward ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Reducer:
         microbatches: backwards per step.
         splits_backward: the schedule runs the weight backward separately, one weight after the other.
         shared: buckets whose gradients other stages of this rank also accumulate into.
-        shard_reduce_axes: for parameters that are unsharded block by block: {parameter: axes over which the gradient of
-            its shard is all-reduced once a step}.
+        shard_reduce_axes: {parameter: axes} for ZeRO-3 parameters. The gradient of the shard is all-reduced over these
+            axes, once per step.
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class Reducer:
         return self.backwards >= self.microbatches - 1
 
     def take_earlier(self, name: str, shard: Tensor) -> Tensor | None:
-        """Return the gradient that a shard has from earlier microbatches, once, in a step's last backward."""
+        """Return a shard's gradient from earlier microbatches, and set `.grad` to None.
+
+        Returns None if an earlier call in this step has returned it. Called in the last backward of a step.
+        """
         if name in self.completed:
             return None
         self.completed.add(name)
@@ -59,7 +62,7 @@ class Reducer:
         return earlier
 
     def arm(self) -> None:
-        """Begin a step: hooks now launch reductions."""
+        """Begin a step: from now on hooks launch reductions."""
         for index, bucket in enumerate(self.buckets):
             for name, leaf in zip(bucket.names, bucket.leaves, strict=True):
                 if name not in self.nodes and leaf.requires_grad:
@@ -75,7 +78,7 @@ class Reducer:
     def _add_hook(self, index: int, name: str, leaf: Tensor) -> None:
         """Hook the autograd node that accumulates the gradient of a parameter.
 
-        The node lives as long as this object, so the hook must not keep this object alive.
+        The hook has only a weak reference to this object, so that it does not keep this object alive.
         """
         on_gradient = weakref.WeakMethod(self._on_gradient)
         view: Any = leaf.view_as(leaf).grad_fn
@@ -105,7 +108,7 @@ class Reducer:
             bucket.reduce_accumulated(self.is_last)
 
     def after_backward(self) -> None:
-        """Launch the remaining buckets after the backward of a microbatch."""
+        """Launch the remaining buckets at the end of a microbatch's backward."""
         if self.is_armed:
             while self.next < len(self.buckets):
                 self._begin_next()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.run.buckets import BUCKET_BYTES, SHARD_BUCKETS_IN_FLIGHT, SUM_BUCKETS_IN_FLIGHT
-from autopart.runtime.comm.async_collectives import begin_sum
+from autopart.runtime.comm.async_collectives import begin_all_reduce
 from autopart.runtime.comm.collectives import all_reduce_once_more
 
 Reduction = Generator[None, None, "list[Tensor] | None"]
@@ -24,11 +24,12 @@ class ReduceStrategy:
     """Collectives that reduce the gradients of a bucket.
 
     Attributes:
-        max_in_flight: maximum number of reductions with a buffer in flight, including the one to launch.
-        small_bytes: total bytes up to which the user's own backward may have more reductions in flight.
-        reduces_shards: gradient shards are also all-reduced over further groups, once per step.
+        max_in_flight: maximum number of reductions with a buffer in flight, including the next one.
+        small_bytes: in a backward that the user starts, more reductions can be in flight if their total bytes are at
+            most this.
+        reduces_shards: once per step, gradient shards are also all-reduced over further groups (HSDP).
         accumulate_dtype: dtype in which a step accumulates gradients of several microbatches. None: autograd
-            accumulates them, in the dtype of the parameters.
+            accumulates them in the dtype of the parameters.
     """
 
     max_in_flight: int = SHARD_BUCKETS_IN_FLIGHT
@@ -37,29 +38,30 @@ class ReduceStrategy:
     accumulate_dtype: torch.dtype | None = None
 
     def is_in_place(self, leaf: Tensor) -> bool:
-        """Return True if the gradient of a parameter that is alone in its bucket is reduced without a copy."""
+        """Return True if a bucket with this parameter alone needs no copy of the gradient."""
         return False
 
     def start(
         self, grads: Sequence[Tensor], present: Sequence[int], earlier: Sequence[Tensor | None] | None, is_owned: bool
     ) -> Reduction:
-        """Create the reduction of gradients; it has launched nothing yet.
+        """Return the reduction of gradients as a generator. Its first `next` launches the first collective.
 
         Args:
-            grads: gradients of the bucket's parameters at positions `present`.
-            earlier: gradient shards of earlier microbatches, added before the reduction over further groups. None:
-                shards are not reduced over further groups in this call.
+            grads: the gradients.
+            present: index in the bucket of each gradient's parameter.
+            earlier: gradient shards of earlier microbatches, which are added before the all-reduce over further groups.
+                None: this call does not all-reduce shards over further groups.
             is_owned: nothing else uses `grads`, so the reduction may write to them.
         """
         raise NotImplementedError
 
     def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        """Return the reduced gradients in differentiable form (`create_graph=True`)."""
+        """Return the reduced gradients, with an autograd graph (`create_graph=True`)."""
         raise NotImplementedError
 
 
 def into_grads(reduction: Reduction, targets: Sequence[Tensor]) -> Reduction:
-    """Return a reduction that adds the results of another reduction to `.grad` of `targets`."""
+    """Extend a reduction: add its results to `.grad` of `targets` at the end."""
     grads = yield from reduction
     assert grads is not None
     for target, grad in zip(targets, grads, strict=True):
@@ -69,10 +71,10 @@ def into_grads(reduction: Reduction, targets: Sequence[Tensor]) -> Reduction:
 
 @dataclass(eq=False)
 class Pending:
-    """Gradients of a bucket whose reduction is in flight or finished.
+    """Reduction of a bucket's gradients, in flight or finished.
 
     Attributes:
-        reduction: the reduction. None before its launch and after its last collective.
+        reduction: the generator of the reduction. None before its launch and after its last collective.
         grads: reduced gradients. None: the reduction has stored them in `.grad`.
         size_bytes: bytes of the buffer.
         needs_buffer: the reduction needs a copy or a receive buffer.
@@ -96,8 +98,7 @@ class Pending:
     def finish(self) -> list[Tensor] | None:
         """Wait for the reduced gradients and return them. None: the reduction has stored them in `.grad`.
 
-        This object then drops its references to them, because autograd copies a gradient that something else
-        references.
+        Keeps no reference to the gradients, because autograd copies a gradient that has other references.
         """
         while self.reduction is not None:
             self.advance()
@@ -106,7 +107,7 @@ class Pending:
 
 
 def finished(reduction: Reduction) -> list[Tensor]:
-    """Run a reduction to its end, without overlap, and return the reduced gradients."""
+    """Run a reduction to its end and return the reduced gradients."""
     return Pending(reduction).finish() or []
 
 
@@ -126,7 +127,7 @@ class ReductionQueue:
             pending: receives the reduced gradients.
             reduction: the reduction.
             max_in_flight: maximum number of buffers in flight, including this one.
-            small_bytes: total bytes up to which more buffers may be in flight.
+            small_bytes: more buffers can be in flight if their total bytes are at most this.
         """
         self.first, self.further = (
             [one for one in row if one.reduction is not None and one is not pending]
@@ -175,17 +176,18 @@ class AllReduceStrategy(ReduceStrategy):
         return sent_dtype(self.reduce_dtype, leaf) == leaf.dtype
 
     def start(self, grads: Sequence[Tensor], present: Sequence[int], earlier: object, is_owned: bool) -> Reduction:
-        """Create the all-reduce of gradients. A single owned gradient is reduced in place.
+        """Return the all-reduce of gradients as a generator.
 
-        Several gradients become views of the flat tensor, as with DDP's `gradient_as_bucket_view`. If they are owned
-        and the flat tensor has another dtype, the results are copied back instead.
+        A single gradient that is owned is reduced in place. Several gradients are copied into a flat tensor. The
+        results are views of it, as with DDP's `gradient_as_bucket_view`. If the dtype or the strides of an owned
+        gradient differ from its view, the result is copied into the gradient.
         """
         dtype = sent_dtype(self.reduce_dtype, grads[0])
         in_place = is_owned and len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
         flat = grads[0] if in_place else flatten(grads, dtype)
         if not is_owned:  # frees the gradients
             grads = [grad.new_empty(()).expand(grad.shape) for grad in grads]
-        wait = begin_sum(flat, self.groups)
+        wait = begin_all_reduce(flat, self.groups)
         yield
         wait()
         if in_place:
@@ -206,7 +208,7 @@ class AllReduceStrategy(ReduceStrategy):
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Copy all elements of the tensors into one vector. `dtype` None: the dtype of the tensors."""
+    """Copy the elements of all tensors into one vector, in the tensors' dtype if `dtype` is None."""
     if dtype in (None, tensors[0].dtype):
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
@@ -222,5 +224,5 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sent_dtype(reduce_dtype: torch.dtype | None, grad: Tensor) -> torch.dtype:
-    """Return the dtype in which a gradient is reduced: `reduce_dtype` if it is set, else the gradient's."""
+    """Return the dtype for the reduction of a gradient: `reduce_dtype` if set, else the gradient's dtype."""
     return reduce_dtype if reduce_dtype is not None and grad.is_floating_point() else grad.dtype

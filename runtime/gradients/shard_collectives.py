@@ -1,8 +1,8 @@
 """Buckets of sharded parameters: one all-gather unshards a bucket, one reduce-scatter its gradients.
 
 The shards of all parameters of a bucket are concatenated in a flat vector, and padded if a dim splits unevenly. If
-ranks compute different samples, each has a partial gradient, and the bucket is reduce-scattered (`sums`). If all ranks
-compute all samples, the gradient is complete, and each rank slices out its shard.
+ranks compute different samples, each rank has a partial gradient, and the bucket is reduce-scattered. If all ranks
+compute all samples, each rank has the complete gradient and slices out its shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from autopart.ir.run.buckets import bucketed, kinds
 from autopart.ir.run.unshard_policy import GATHERS, ParameterGather
 from autopart.ir.sharding import DimSharding
-from autopart.runtime.comm.async_collectives import begin_gather, begin_scatter, begin_sum
+from autopart.runtime.comm.async_collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
 from autopart.runtime.gradients.reductions import ReduceStrategy, Reduction, finished, flatten
 
 
@@ -32,7 +32,7 @@ class ShardedParam:
         name: name of the parameter.
         shape: shape of the unsharded parameter on this rank, after splits over other axes.
         cut: split over the axis.
-        sums: the gradient is a partial sum on every rank; False: it is replicated.
+        sums: True if each rank has a partial gradient; False if the gradient is replicated.
         dtype: dtype of the shard.
         read_dtype: dtype of the unsharded parameter. A shard is cast to it before the all-gather.
         grad_dtype: dtype in which gradients are reduced.
@@ -47,15 +47,16 @@ class ShardedParam:
     grad_dtype: torch.dtype
 
     @staticmethod
-    def of(name: str, part: Tensor, way: ParameterGather, ranks: int) -> ShardedParam:
-        """Describe a parameter, given this rank's shard `part` and the all-gather `way` of graphs."""
-        shape = (*part.shape[: way.dim], way.size, *part.shape[way.dim + 1 :])
-        cut, read = DimSharding(way.dim, way.size, way.sections, ranks), way.dtype or part.dtype
-        return ShardedParam(name, shape, cut, GATHERS[way.operator], part.dtype, read, way.grad_dtype or read)
+    def of(name: str, shard: Tensor, gather: ParameterGather, ranks: int) -> ShardedParam:
+        """Describe a parameter, from this rank's shard and the all-gather in the stage graph."""
+        shape = (*shard.shape[: gather.dim], gather.size, *shard.shape[gather.dim + 1 :])
+        cut = DimSharding(gather.dim, gather.size, gather.sections, ranks)
+        read = gather.dtype or shard.dtype
+        return ShardedParam(name, shape, cut, GATHERS[gather.operator], shard.dtype, read, gather.grad_dtype or read)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of a shard in a collective: that of the longest shard."""
+        """Shape of a shard in collectives. Shorter shards are padded to the longest one."""
         return (*self.shape[: self.cut.dim], self.cut.length(0), *self.shape[self.cut.dim + 1 :])
 
     def zeros(self, rank: int, device: torch.device) -> Tensor:
@@ -71,9 +72,10 @@ class ShardedParam:
 
 @dataclass(frozen=True)
 class ShardCollectives(ReduceStrategy):
-    """All-gather and reduce-scatter over `group` of several parameters of one dtype.
+    """All-gather and reduce-scatter of several parameters of one dtype, over `group`.
 
-    `others`: groups over which the gradient shards are all-reduced after the reduce-scatter (as in HSDP).
+    Attributes:
+        others: groups over which the gradient shards are all-reduced after the reduce-scatter (HSDP).
     """
 
     stored: tuple[ShardedParam, ...]
@@ -93,17 +95,19 @@ class ShardCollectives(ReduceStrategy):
         first = self.stored[0]
         return first.grad_dtype if first.grad_dtype != first.read_dtype else None
 
-    def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
+    def gather(
+        self, local_shards: Sequence[Tensor], into: Sequence[Tensor] | None = None
+    ) -> Callable[[], list[Tensor]]:
         """Start the all-gather. Return a function that waits for it and returns the unsharded parameters.
 
         Args:
-            parts: this rank's shards.
+            local_shards: this rank's shards.
             into: tensors that receive the unsharded parameters.
         """
-        ranks, flat = self.group.size(), self._flat_shards(parts)
-        is_view = self.stored[0].cut.is_contiguous and len(parts) == 1
+        ranks, flat = self.group.size(), self._flat_shards(local_shards)
+        is_view = self.stored[0].cut.is_contiguous and len(local_shards) == 1
         target = into[0].view(-1) if is_view and into is not None else flat.new_empty(ranks * flat.numel())
-        wait = begin_gather(target, flat, self.group)
+        wait = begin_all_gather(target, flat, self.group)
 
         def wait_for_unshard() -> list[Tensor]:
             received = wait()
@@ -124,9 +128,9 @@ class ShardCollectives(ReduceStrategy):
     def start(
         self, grads: Sequence[Tensor], present: Sequence[int], earlier: Sequence[Tensor | None] | None, is_owned: bool
     ) -> Reduction:
-        """Create the reduction: reduce-scatter unsharded gradients, then all-reduce the shards over `others`."""
+        """Return the reduction as a generator: reduce-scatter gradients, then all-reduce shards over `others`."""
         stored, rank = [self.stored[i] for i in present], self.group.rank()
-        wait = self._begin_scatter(grads, stored)
+        wait = self._begin_reduce(grads, stored)
         del grads
         yield
         flat = wait()
@@ -138,7 +142,7 @@ class ShardCollectives(ReduceStrategy):
         if self.others and earlier is not None:
             _add(chunks, earlier)
             del earlier
-            wait_for_sum = begin_sum(flat, self.others)
+            wait_for_sum = begin_all_reduce(flat, self.others)
             yield
             wait_for_sum()
         return [chunk.to(one.dtype).contiguous() for one, chunk in zip(stored, chunks, strict=True)]
@@ -146,8 +150,11 @@ class ShardCollectives(ReduceStrategy):
     def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         return _DifferentiableReduceScatter.apply(self, present, *grads)
 
-    def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[ShardedParam]) -> Callable[[], Tensor]:
-        """Start to compute this rank's gradient shards. Return a function that returns them in a new vector."""
+    def _begin_reduce(self, grads: Sequence[Tensor], stored: Sequence[ShardedParam]) -> Callable[[], Tensor]:
+        """Start to compute this rank's gradient shards. Return a function that waits for them.
+
+        The function returns the shards concatenated in a new vector. Replicated gradients need no communication.
+        """
         dtype = stored[0].grad_dtype
         if not stored[0].sums:
             rank = self.group.rank()
@@ -155,8 +162,8 @@ class ShardCollectives(ReduceStrategy):
             part = flatten(shards, dtype)
             return lambda: part
         if len(stored) == 1 and stored[0].cut.is_contiguous:
-            return begin_scatter(grads[0].contiguous().view(-1).to(dtype), self.group)
-        return begin_scatter(_rank_major(stored, grads, self.group.size()), self.group)
+            return begin_reduce_scatter(grads[0].contiguous().view(-1).to(dtype), self.group)
+        return begin_reduce_scatter(_rank_major(stored, grads, self.group.size()), self.group)
 
     def _flat_shards(self, parts: Sequence[Tensor]) -> Tensor:
         padded = [one.cut.padded(part) for one, part in zip(self.stored, parts, strict=True)]
@@ -168,7 +175,7 @@ class ShardCollectives(ReduceStrategy):
 
 
 def _rank_major(stored: Sequence[ShardedParam], grads: Sequence[Tensor], ranks: int) -> Tensor:
-    """Concatenate gradients by rank: all shards of the first rank, then those of the second, and so on."""
+    """Concatenate gradients rank by rank: all shards of the first rank, then those of the second."""
     length = sum(math.prod(one.padded_shape) for one in stored)
     flat = grads[0].new_zeros(ranks, length, dtype=stored[0].grad_dtype)
     start = 0
@@ -188,9 +195,9 @@ def _add(chunks: Sequence[Tensor], earlier: Sequence[Tensor | None]) -> None:
 
 
 class _DifferentiableReduceScatter(torch.autograd.Function):
-    """Differentiable reduce-scatter of the gradients of the parameters at positions `present`.
+    """Differentiable reduce-scatter of gradients. Its backward is a differentiable all-gather.
 
-    Its backward is an all-gather, whose backward is this reduce-scatter.
+    `present`: index in the bucket of each gradient's parameter.
     """
 
     @staticmethod
@@ -204,7 +211,10 @@ class _DifferentiableReduceScatter(torch.autograd.Function):
 
 
 class _DifferentiableAllGather(torch.autograd.Function):
-    """Differentiable all-gather of the parameters at positions `present`."""
+    """Differentiable all-gather of shards. Its backward is a differentiable reduce-scatter.
+
+    `present`: index in the bucket of each shard's parameter.
+    """
 
     @staticmethod
     def forward(ctx: Any, shards: ShardCollectives, present: Sequence[int], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -225,7 +235,7 @@ def make_shard_collectives(
     most_bytes: int | None,
     others: Sequence[dist.ProcessGroup],
 ) -> list[ShardCollectives]:
-    """Group parameters into buckets, in the order of their use (`autopart.ir.run.buckets`)."""
+    """Group parameters into buckets, sorted by first use (`autopart.ir.run.buckets`)."""
     by_name = {one.name: one for one in stored}
     same_kind = kinds(list(by_name), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
     rows = [row for names in same_kind for row in bucketed({name: by_name[name].nbytes for name in names}, most_bytes)]

@@ -1,7 +1,8 @@
-"""Gradient reduction once per step: partial sums over mesh axes, tied parameters between stages.
+"""Gradient reductions once per step: over mesh axes, and between stages for tied parameters.
 
 Gradients are all-reduced in flat buckets, so that many small tensors cost one collective. Li et al. 2020
-(arXiv:2006.15704, section 3.2.2) gives the reasons and the default size. A bucket has one dtype and one set of axes.
+(arXiv:2006.15704, section 3.2.2) give the reasons and the default size. All gradients of a bucket have one dtype and
+are reduced over the same axes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import Program, Stage
-from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, alike, bucketed, by_first_use, kinds
+from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, bucket_by_kind, bucketed, by_first_use, kinds
 from autopart.ir.run.unshard_policy import storing_axes
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AllReduceGroup:
-    """Names of tensors that are all-reduced in one collective per axis.
+    """Bucket of tensors that are all-reduced together, in one collective per axis.
 
-    `owners`: `pp` coordinates that store the tensors, if these are tied between stages.
+    Attributes:
+        names: names of the tensors.
+        axes: mesh axes to reduce over.
+        owners: for tensors that are tied between stages, the `pp` coordinates that store them.
     """
 
     names: tuple[str, ...]
@@ -45,24 +49,26 @@ class AllReduceGroup:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Assign tensors whose gradients are partial sums over mesh axes to buckets, in their order."""
+    """Group those tensors whose gradients are partial sums over mesh axes into buckets."""
     axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
-    return [AllReduceGroup(names, axes=axes[names[0]]) for names in alike(partial, axes, bucket_bytes)]
+    return [AllReduceGroup(names, axes=axes[names[0]]) for names in bucket_by_kind(partial, axes, bucket_bytes)]
 
 
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Assign tensors that several `pp` coordinates store to buckets, in the program's order."""
+    """Group those tensors that are stored at several `pp` coordinates into buckets."""
     tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
     owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
     shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}
-    return [AllReduceGroup(names, owners=owners_of[names[0]]) for names in alike(shared, owners_of, bucket_bytes)]
+    return [
+        AllReduceGroup(names, owners=owners_of[names[0]]) for names in bucket_by_kind(shared, owners_of, bucket_bytes)
+    ]
 
 
 def accumulate_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
-    """Add the earlier gradient of each parameter to its `.grad`."""
+    """Add gradients that parameters had before a step to `.grad`. `before`: {parameter: its gradient}."""
     for parameter, earlier in before.items():
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -81,9 +87,9 @@ def stage_reducers(
     queue: ReductionQueue,
     splits_backward: bool,
 ) -> tuple[list[Reducer], list[ParamBucket]]:
-    """Build the reducer of each stage, and the buckets of parameters that several of these stages use.
+    """Create the reducer of each stage, and the buckets of parameters that several of these stages use.
 
-    The gradients of a shared bucket are complete when all of these stages have run their backwards.
+    The gradients of a shared bucket are complete when all stages that use it have run their backwards.
     """
     uses = Counter(name for stage in stages for name in stage.parameters)
     reduce_axes = {
@@ -98,7 +104,8 @@ def stage_reducers(
         sizes = [{name: parameters[name].nbytes for name in group} for group in same_kind]
         rows = [row for group in sizes for row in bucketed(group, alone_bytes=ALONE_BYTES)]
         strategies = [
-            AllReduceStrategy([process.beside(axis) for axis in axes[row[0]]], program.reduce_dtype) for row in rows
+            AllReduceStrategy([process.overlap_group(axis) for axis in axes[row[0]]], program.reduce_dtype)
+            for row in rows
         ]
         return [
             ParamBucket({name: parameters[name] for name in row}, strategy, queue, unreduced=unreduced)
@@ -116,7 +123,11 @@ def stage_reducers(
 
 
 def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
-    """Complete every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
+    """Reduce every `.grad` of this rank's parameters over mesh axes and between tied stages, in place.
+
+    Args:
+        parameters: {name: local parameter}.
+    """
     with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
     for bucket in axis_buckets(with_grad, program):
         _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
@@ -136,16 +147,17 @@ def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Proce
 
 
 def all_reduced_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
-    """Return the names of those `tensors` whose gradients are all-reduced once per step.
+    """Return the names of parameters whose gradients are all-reduced once per step.
 
-    `tensors`: {name: local parameter}.
+    Args:
+        tensors: {name: local parameter}.
     """
     buckets = (*axis_buckets(tensors, program), *tied_buckets(tensors, program, stage_style))
     return frozenset(name for bucket in buckets for name in bucket.names)
 
 
 def create_reduce_groups(program: Program, process: Process) -> None:
-    """Create process groups for gradient reductions that overlap with compute, and for flattened axes.
+    """Create process groups of flattened axes, and second groups for reductions that overlap with compute.
 
     Every rank must call this with the same program.
     """
@@ -154,10 +166,10 @@ def create_reduce_groups(program: Program, process: Process) -> None:
     axes = {axis for stored in stored_tensors for axis in stored.reduced_over(mesh)}
     sharded_axes = storing_axes(program)
     for axis in (axis for axis in mesh.sizes if axis in axes and axis not in sharded_axes):
-        process.beside(axis)
+        process.overlap_group(axis)
     for axis in sharded_axes:
         process.along(axis)
-        process.beside(axis)
+        process.overlap_group(axis)
     for axis in flattened_axes(program):
         process.along(axis)
 
@@ -172,7 +184,7 @@ def create_tied_groups(program: Program, process: Process, stage_style: str) -> 
 def _sum_bucket(
     parameters: Mapping[str, Tensor], program: Program, group: AllReduceGroup, groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """All-reduce the gradients of a group of tensors, without overlap. Missing gradients count as zeros."""
+    """All-reduce the gradients of a bucket. A gradient that is None counts as zeros."""
     tensors = {name: parameters[name] for name in group.names}
     for tensor in tensors.values():
         gradient_of(tensor)
@@ -182,9 +194,9 @@ def _sum_bucket(
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter. If it is None, create it as zeros.
+    """Return `.grad` of a parameter. If it is None, set it to zeros first.
 
-    A stage that did not use its copy of a tied parameter has no gradient for it.
+    It is None if a stage did not use its copy of a tied parameter.
     """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)

@@ -1,9 +1,11 @@
 """ZeRO 3: unshard a block's weights at their use, prefetch the next block, reshard after use.
 
-A stage graph gathers every weight separately. When the graph is bound to a rank, the gathers of a block become one
+A stage graph has one all-gather per weight. When the graph is bound to a rank, the all-gathers of a block become one
 collective, which overlaps with the compute of another block. Forward prefetches the next block, backward the previous
-one. Autograd would save each unsharded weight for the gradient of the other operand, so after a forward a rank would
-store all weights unsharded. Saved-tensor hooks save a reference instead, and the backward gathers the block again
+one.
+
+Autograd would save every unsharded weight, to compute the gradients of activations. Then a rank would store all weights
+unsharded after a forward. So saved-tensor hooks save references instead, and the backward gathers the block again
 (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.2.2; prefetch of one block: Zhao et al. 2023, arXiv:2304.11277,
 section 3.3.2).
 
@@ -45,16 +47,15 @@ makes the backward alternate between them."""
 def insert_unshard_blocks(
     module: fx.GraphModule, program: Program, process: Process, reducer: Reducer, compiled: bool = False
 ) -> UnshardBlocks | None:  # fmt: skip
-    """Replace the weight gathers of a bound stage graph by one all-gather per block.
+    """Replace the weight all-gathers of a bound stage graph by one all-gather per block.
 
-    Casts of stored weights become `CastWeight` calls. Returns None if the graph has no such cast, and no gather over an
-    axis that stores parameters sharded.
+    Casts of stored weights become `CastWeight` calls. Returns None if there is nothing to replace.
 
     Args:
-        reducer: reducer of the stage; it reports which backward is the last of a step. If the schedule runs the weight
-            backward weight by weight, each weight is gathered separately.
-        compiled: the graph will be compiled. Gathers then leave their recompute regions, so that compiled code does not
-            contain them. Casts are left to the compiler, which recomputes them.
+        reducer: reducer of the stage. It reports whether a backward is the last of a step. If the schedule runs the
+            weight backward weight by weight, each weight keeps a separate all-gather.
+        compiled: the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled code does
+            not contain them. Casts stay as they are, because the compiler recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
@@ -76,7 +77,10 @@ def insert_unshard_blocks(
 
     for row in gather_groups(nodes, kind, reducer.splits_backward):
         axis = groups[str(axis_of(row[0]))]
-        group, (reduce_group, *others) = process.along(axis), [process.beside(a) for a in (axis, *other_axes(row[0]))]
+        group, (reduce_group, *others) = (
+            process.along(axis),
+            [process.overlap_group(a) for a in (axis, *other_axes(row[0]))],
+        )
         shards = [module.get_parameter(source_name(node)) for node in row]
         stored = tuple(ShardedParam.of(source_name(node), one, gather_of(node), group.size())
                        for node, one in zip(row, shards, strict=True))  # fmt: skip
@@ -94,7 +98,10 @@ def insert_unshard_blocks(
 
 
 def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -> None:
-    """Replace a cast node by a `CastWeight` call, so that autograd saves a reference to the stored weight."""
+    """Replace a cast node by a `CastWeight` call.
+
+    Autograd then saves a reference to the stored weight instead of the cast weight.
+    """
     source, name = stored_source(node), f"cast_{node.name}"
     assert source is not None
     module.add_submodule(name, CastWeight(str(source.target), node.args[1], blocks))
@@ -106,7 +113,7 @@ def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -
 
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock) -> None:
-    """Replace the weight gathers of a block by one call of `block`, at the position of the first gather."""
+    """Replace the weight all-gathers `row` by one call of the module `block`, before the first of them."""
     graph, name = module.graph, f"unshard_block_{block.index}"
     module.add_submodule(name, block)
     with graph.inserting_before(row[0]):
@@ -123,7 +130,7 @@ def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock)
 
 @dataclass(eq=False)
 class UnshardBlocks:
-    """Blocks of sharded weights of a stage graph, in graph order, with their all-gathers in flight."""
+    """All blocks of sharded weights of a stage graph, in graph order, and their all-gathers in flight."""
 
     prefetch: int
     order: list[UnshardBlock] = field(default_factory=list)
@@ -140,8 +147,11 @@ class UnshardBlocks:
 
     @contextmanager
     def forward_of_microbatch(self) -> Iterator[None]:
-        """Make autograd save references to unsharded weights in place of the weights, in a `with` block."""
-        self.rest()
+        """Run the forward of a microbatch in a `with` block.
+
+        In the block, autograd saves references to unsharded weights instead of the weights.
+        """
+        self.release_weights()
         for block in self.order:
             if torch.is_grad_enabled():
                 block.bucket.begin_call()
@@ -153,14 +163,13 @@ class UnshardBlocks:
             for block in self.order:
                 block.bucket.end_call()
 
-    def rest(self, failed: bool = False) -> None:
-        """Release all unsharded weights, because weights may change before their next use.
+    def release_weights(self, failed: bool = False) -> None:
+        """Free all unsharded weights, because weights may change before their next use.
 
-        All-gathers of blocks that were prefetched but not used are waited for. A message that is sent after its receive
-        was abandoned would never arrive.
+        Waits for prefetches that were not used, because an all-gather can only end if all ranks take part.
 
         Args:
-            failed: a call has failed, so other ranks may never send. All-gathers in flight are left as they are.
+            failed: a call has failed, so other ranks may not take part. Then do not wait.
         """
         if failed:
             self.left += self.begun.values()
@@ -171,7 +180,7 @@ class UnshardBlocks:
         self.again.clear()
 
     def take(self, index: int) -> list[Tensor]:
-        """Return the unsharded weights of a block, and prefetch the following blocks."""
+        """Return the unsharded weights of a block, and prefetch the next blocks."""
         wait = self.begun.pop(index, None) or self.order[index].begin()
         weights = wait()
         del wait  # frees the receive buffer before the next all-gather allocates one
@@ -181,7 +190,7 @@ class UnshardBlocks:
         return weights
 
     def _following(self, index: int) -> list[int]:
-        """Return the blocks to prefetch when a block is used: the next ones, or in backward the previous ones."""
+        """Return the indices of blocks to prefetch: the next blocks in forward, the previous ones in backward."""
         if in_backward():
             return [i for i in range(index - 1, -1, -1) if i in self.used_in_backward][: self.prefetch]
         return list(range(index + 1, len(self.order))[: self.prefetch])
@@ -207,9 +216,10 @@ class UnshardBlocks:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Reference to an unsharded weight: its block, and its position in the block.
+    """Reference to an unsharded weight, by its block and index, which autograd saves.
 
-    `version`: version counter of the shard when the weight was gathered.
+    Attributes:
+        version: version counter of the shard at the all-gather.
     """
 
     block: UnshardBlock
@@ -225,7 +235,11 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Reference to a cast weight. `version`: version counter of the stored weight when it was cast."""
+    """Reference to a cast weight, which autograd saves.
+
+    Attributes:
+        version: version counter of the stored weight at the cast.
+    """
 
     name: str
     stored: Tensor
@@ -242,14 +256,14 @@ def _check_unchanged(name: str, stored: Tensor, version: int) -> None:
     if stored._version != version:
         raise StageError(
             f"'{name}' was changed between a forward and its backward",
-            why="the backward uses it again, and would compute with other values",
-            hint="optimizer.step() after backward()",
-        )  # fmt: skip
+            why="the backward uses it again, and would compute with the changed values",
+            hint="call optimizer.step() after backward()",
+        )
 
 
 @dataclass(frozen=True)
 class _View:
-    """View of an unsharded weight, which autograd saves without the weight's memory."""
+    """View of an unsharded or cast weight, which autograd saves instead of a tensor."""
 
     weight: _Weight | _Cast
     shape: torch.Size
@@ -284,7 +298,7 @@ class UnshardBlock(nn.Module):
 
     Attributes:
         gathers: all-gather of the weights.
-        bucket: the weights, whose gradients are reduced together.
+        bucket: bucket of the weights, which reduces their gradients.
     """
 
     bucket: ParamBucket

@@ -1,6 +1,6 @@
 """Insert an unshard point before the first use of each parameter bucket in a stage graph.
 
-In forward an unshard point waits for the bucket's all-gather. In backward it starts the reduction of the bucket's
+In forward, an unshard point waits for the bucket's all-gather. In backward, it starts the reduction of the bucket's
 gradients.
 """
 
@@ -15,7 +15,7 @@ from autopart.runtime.gradients.param_bucket import ParamBucket
 
 
 class UnshardPoint(nn.Module):
-    """The parameters of one bucket at their first use in a stage graph."""
+    """Module at the first use of a bucket in a stage graph. It returns the bucket's unsharded parameters."""
 
     def __init__(self, bucket: ParamBucket, names: Sequence[str]):
         super().__init__()
@@ -26,7 +26,7 @@ class UnshardPoint(nn.Module):
 
 
 def insert_unshard_points(module: fx.GraphModule, buckets: Sequence[ParamBucket]) -> fx.GraphModule:
-    """Route the parameters of buckets through unshard points, inserted before each bucket's first use."""
+    """Insert an unshard point before the first use of each bucket, and replace all uses of its parameters."""
     graph = module.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
     reads: dict[str, list[fx.Node]] = {}

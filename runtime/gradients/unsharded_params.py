@@ -1,11 +1,12 @@
-"""ZeRO 1 and 2: parameters that are stored sharded stay unsharded from the begin of a step to its end.
+"""ZeRO 1 and 2: sharded parameters are unsharded at the begin of a step, and resharded at its end.
 
-Stage graphs gather a parameter at each use. With `zero=3` the runtime does so too, and keeps the unsharded parameter
-while a block uses it. With `zero=1` and `zero=2` it unshards all parameters once, in buckets, when a call begins.
-Graphs use the unsharded parameters, and autograd accumulates into the gradients of these. With `zero=1` a gradient is
-reduce-scattered once, after all microbatches; with `zero=2` after each microbatch. Optimizers get the shards.
-(Rajbhandari et al. 2020, arXiv:1910.02054, sections 5.1 and 5.2.) If a `dp_sync` method reduces gradients, the method
-receives the unsharded gradient instead (`gradient_sync.py`).
+A stage graph has an all-gather at each use of a parameter, which ZeRO 3 needs (`unshard_blocks.py`). With ZeRO 1 and 2
+these all-gathers are removed. Instead, the runtime unshards all parameters in buckets when a call begins, and autograd
+accumulates gradients of the unsharded parameters. Gradients are reduce-scattered once, after all microbatches
+(`zero=1`), or after each microbatch (`zero=2`). Optimizers only see the shards (Rajbhandari et al. 2020,
+arXiv:1910.02054, sections 5.1 and 5.2).
+
+If a `dp_sync` method reduces gradients, the method gets the unsharded gradient (`gradient_sync.py`).
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ class UnshardedParams:
 
     Attributes:
         parameters: {name: unsharded parameter}, used by the graphs.
-        parts: {name: this rank's shard}.
+        shards: {name: this rank's shard}.
         buckets: for each stage, its buckets in the order of their use.
         shared: buckets of parameters that several stages of this rank use.
-        sent: {name: tensor that receives the unsharded gradient}, for parameters whose gradients a `dp_sync` method
-            reduces.
+        sent: {name: tensor} for parameters with a `dp_sync` method. `.grad` of the tensor receives the unsharded
+            gradient.
     """
 
     def __init__(
-        self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor],
+        self, program: Program, stages: Sequence[Stage], process: Process, shards: Mapping[str, Tensor],
         sent: Mapping[str, Tensor], queue: ReductionQueue,
     ):  # fmt: skip
         program.dp_sync.check_program(program)
         gather_ways, mesh = unsharded_for_step(program, stages), program.mesh
         self.sent, self.queue, self.reduce_dtype = sent, queue, program.reduce_dtype
-        self.parts = {name: parts[name] for name in gather_ways}
+        self.shards = {name: shards[name] for name in gather_ways}
         self.each_microbatch = program.zero == 2
         self.unshards: list[StepUnshard] = []
         """All-gathers of all buckets, in the order of their use."""
@@ -71,28 +72,32 @@ class UnshardedParams:
             axes = {name: (gather_ways[name].axis, *(full_stored[name] or program.parameters[name]).reduced_over(mesh))
                     for name in names}  # fmt: skip
             for names_of_kind in kinds(names, {name: (axes[name], full_stored[name] is None) for name in names}):
-                group, *others = [process.beside(axis) for axis in axes[names_of_kind[0]]]
+                group, *others = [process.overlap_group(axis) for axis in axes[names_of_kind[0]]]
                 stored = [self._stored(name, gather_ways[name], group.size()) for name in names_of_kind]
-                to_method = full_stored[names_of_kind[0]] is not None
-                buckets += [self._bucket(one, to_method)
+                for_method = full_stored[names_of_kind[0]] is not None
+                buckets += [self._bucket(one, for_method)
                             for one in make_shard_collectives(stored, group, BUCKET_BYTES, others)]  # fmt: skip
 
-    def _bucket(self, shards: ShardCollectives, to_method: bool) -> ParamBucket:
-        """Create a bucket. `to_method`: a `dp_sync` method receives the unsharded gradients."""
+    def _bucket(self, shards: ShardCollectives, for_method: bool) -> ParamBucket:
+        """Create a bucket of unsharded parameters.
+
+        Args:
+            for_method: a `dp_sync` method reduces the unsharded gradients over the data ranks.
+        """
         self.unshards.append(StepUnshard(self, shards))
         return ParamBucket(
-            {name: self.parts[name] for name in shards.names},
-            UnshardedGradReduce(shards, self.reduce_dtype) if to_method else shards,
+            {name: self.shards[name] for name in shards.names},
+            UnshardedGradReduce(shards, self.reduce_dtype) if for_method else shards,
             self.queue,
             leaves=[self.parameters[name] for name in shards.names],
-            targets=[self.sent[name] for name in shards.names] if to_method else None,
+            targets=[self.sent[name] for name in shards.names] if for_method else None,
             unshard=self.unshards[-1],
             each_microbatch=self.each_microbatch,
         )
 
     def _stored(self, name: str, way: ParameterGather, ranks: int) -> ShardedParam:
-        """Describe a sharded parameter, and create its unsharded parameter with an empty storage."""
-        part = self.parts[name]
+        """Create the unsharded parameter `name` with an empty storage. Return a description of its sharding."""
+        part = self.shards[name]
         stored = ShardedParam.of(name, part, way, ranks)
         if name in self.sent:  # as without ZeRO: autograd accumulates in the parameter dtype
             stored = replace(stored, grad_dtype=part.dtype)
@@ -103,10 +108,10 @@ class UnshardedParams:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Unshard all parameters for a `with` block. At its end, free the storages of unsharded parameters."""
+        """Unshard all parameters for a `with` block. At its end, free the unsharded parameters."""
         try:
             for name, unsharded in self.parameters.items():
-                unsharded.requires_grad_(self.parts[name].requires_grad)
+                unsharded.requires_grad_(self.shards[name].requires_grad)
                 unsharded.untyped_storage().resize_(unsharded.nbytes)
             with self.gathering(is_in_place=True):
                 yield
@@ -119,9 +124,10 @@ class UnshardedParams:
 
     @contextmanager
     def gathering(self, is_in_place: bool = False) -> Iterator[None]:
-        """Gather all buckets during a `with` block, a few buckets ahead of the bucket that graphs use.
+        """All-gather the buckets one after the other during a `with` block, some buckets ahead of their use.
 
-        `is_in_place`: gather into the unsharded parameters. False: gather into new memory, for a differentiable call.
+        Args:
+            is_in_place: gather into the unsharded parameters. False: into new memory, for a differentiable call.
         """
         self.is_in_place = is_in_place
         try:
@@ -135,7 +141,7 @@ class UnshardedParams:
                 unshard.values()
 
     def gather_next(self) -> None:
-        """Start the all-gather of the next bucket whose all-gather has not started."""
+        """Start the all-gather of the next bucket, if any is left."""
         if self.to_gather:
             self.to_gather.popleft().gather()
 
@@ -152,11 +158,11 @@ class StepUnshard:
         """Start the all-gather."""
         names, unsharded = self.shards.names, self.unsharded
         targets = [unsharded.parameters[name].detach() for name in names] if unsharded.is_in_place else None
-        self.wait = self.shards.gather([unsharded.parts[name] for name in names], targets)
+        self.wait = self.shards.gather([unsharded.shards[name] for name in names], targets)
 
     @torch.no_grad()
     def values(self) -> list[Tensor]:
-        """Wait for the all-gather of this bucket at its first use, and start the one of a following bucket."""
+        """Wait for the all-gather of this bucket, and start that of a later bucket. Return the parameters."""
         while self in self.unsharded.to_gather:
             self.unsharded.gather_next()
         if self.wait is None:
@@ -166,11 +172,11 @@ class StepUnshard:
         return values
 
     def reshard(self) -> None:
-        """Do nothing: `UnshardedParams.gathered` or autograd frees the parameters."""
+        """Do nothing, because `UnshardedParams.gathered` or autograd frees the parameters."""
 
 
 class UnshardedGradReduce(ReduceStrategy):
-    """Reduction of unsharded gradients over all axes except the axis over which a `dp_sync` method works."""
+    """Reduction of unsharded gradients over all axes except that of a `dp_sync` method."""
 
     def __init__(self, shards: ShardCollectives, reduce_dtype: torch.dtype | None):
         self.shards, self.accumulate_dtype = shards, shards.accumulate_dtype
@@ -186,12 +192,12 @@ class UnshardedGradReduce(ReduceStrategy):
         return (yield from reduction)
 
     def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        raise AssertionError("rejected at the begin of the backward: DataSync.watched")
+        raise AssertionError("unreachable: create_graph=True is rejected before, for parameters with a dp_sync method")
 
     def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
-        """Return this rank's term of the gradient sum.
+        """Return this rank's term of the gradient sum over the data ranks.
 
-        If the gradient is replicated, the first rank has the gradient as its term, and other ranks have zeros.
+        A replicated gradient must count once, so the first rank returns it and other ranks return zeros.
         """
         grad = grad.to(one.dtype)
         return grad if one.sums or self.shards.group.rank() == 0 else torch.zeros_like(grad)

@@ -1,6 +1,6 @@
-"""Apply updates that a model makes to trained parameters before it uses them, on shards of these.
+"""Apply updates that a model makes to its own parameters in a forward (`max_norm` of `nn.Embedding`).
 
-The updates are defined in `autopart/ir/run/weight_updates.py`.
+They are applied to shards. The updates are defined in `autopart/ir/run/weight_updates.py`.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ def update_weights(
     program: Program,
     parameters: Mapping[int, Mapping[str, Tensor]],
     inputs: Sequence[Any],
-    summed: Callable[[str, ByRank], ByRank],
+    sum_along: Callable[[str, ByRank], ByRank],
 ) -> None:
-    """Update the shards of parameters that the model changes before a forward on the global `inputs`.
+    """Update parameter shards in place, before a forward, as the model updates its parameters.
 
     Args:
         parameters: {rank: {name: its shard}}.
-        summed: function that sums {rank: value} along an axis. Every rank of the axis that stores the parameter calls
-            it.
+        inputs: inputs of the call, for the global batch.
+        sum_along: function (axis, {rank: value}) that returns sums along a mesh axis. All ranks of the axis call it.
     """
     for name, update in program.weight_updates.items():
-        parts = {rank: local[name] for rank, local in parameters.items() if name in local}
+        shards = {rank: local[name] for rank, local in parameters.items() if name in local}
         if isinstance(update, RowNorms):
-            new = _with_row_norms(program, name, update, parts, inputs, summed)
+            new = _with_row_norms(program, name, update, shards, inputs, sum_along)
         else:
-            new = {rank: update.graph(shard.detach()) for rank, shard in parts.items()}
-        for rank, shard in parts.items():
+            new = {rank: update.graph(shard.detach()) for rank, shard in shards.items()}
+        for rank, shard in shards.items():
             shard.copy_(new[rank])
 
 
 def _with_row_norms(
-    program: Program, name: str, update: RowNorms, parts: ByRank, inputs: Sequence[Any],
-    summed: Callable[[str, ByRank], ByRank],
+    program: Program, name: str, update: RowNorms, shards: ByRank, inputs: Sequence[Any],
+    sum_along: Callable[[str, ByRank], ByRank],
 ) -> ByRank:  # fmt: skip
     stored, mesh = program.parameters[name], program.mesh
-    powers = {rank: update.powers(shard) for rank, shard in parts.items()}
+    powers = {rank: update.powers(shard) for rank, shard in shards.items()}
     for axis, cut in splits_of(stored, mesh):
         if cut.dim == 1:
-            powers = summed(axis, powers)
+            powers = sum_along(axis, powers)
     new, chosen = {}, update.chosen(inputs)
-    for rank, shard in parts.items():
+    for rank, shard in shards.items():
         row_splits = [(cut, index) for cut, index in splits_at(stored, mesh, mesh.coordinates(rank)) if cut.dim == 0]
         rows = local_shard_of(torch.arange(stored.shape[0], device=shard.device), row_splits)
         new[rank] = update.scaled(shard, powers[rank], torch.isin(rows, chosen))

@@ -1,4 +1,7 @@
-"""Cache prologue outputs that depend on no input (e.g. relative positions) across calls."""
+"""Cache of prologue outputs that depend on no input, such as relative positions.
+
+A prologue is the part of a stage that runs on the global batch, before the microbatches.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ MOST_BYTES = 2**25
 
 
 class Constants:
-    """Cache of the outputs of a bound prologue that depend on no input. They are computed once."""
+    """Cache of prologue outputs that depend on no input. They are computed once, at construction.
+
+    Args:
+        prologue: the prologue of a stage on this rank. It is changed to return the cached values.
+    """
 
     def __init__(self, prologue: fx.GraphModule):
         graph = prologue.graph
@@ -36,10 +43,10 @@ class Constants:
         erase_unused(graph, constants)
         prologue.recompile()
 
-    def apart(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the values, with copies in place of values that share memory with the cache.
+    def copy_cached(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return `values`, with copies of values that share memory with the cache.
 
-        Users may write to the values.
+        The user may write to the returned values.
         """
         return tuple(value.clone() if self._shares_memory(value) else value for value in values)
 

@@ -1,10 +1,10 @@
 """Compile a stage graph block by block: equal blocks are compiled once.
 
-A block is a run of calls in one numbered module (`layers.3`), found by the module paths of nodes. Two blocks are of one
-kind if their operators, their constants and the metadata of all their inputs are equal. Blocks of one kind call one
-compiled function, which takes parameters and values as inputs. Calls between blocks, and blocks that are not repeated,
-are compiled as separate subgraphs. Compile time grows with the number of kinds, not of blocks. The graph that calls the
-subgraphs is not compiled; it holds the parameters.
+A block has the consecutive calls of one numbered module (`layers.3`), found by the module paths of nodes. Two blocks
+are of one kind if their operators, their constants and the metadata of their inputs are equal. Blocks of one kind call
+one compiled function, which takes parameters and activations as inputs. Calls between blocks, and blocks that are not
+repeated, are compiled as separate subgraphs. So compile time grows with the number of kinds, not of blocks. The graph
+that calls the subgraphs is not compiled, and stores the parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 def compiled(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a bound stage graph in compiled form. Recompute regions are calls, as in `with_regions`."""
+    """Compile a stage graph that is bound to this rank. Each recompute region in it becomes one call."""
     module = with_regions(_with_salts(module))
     subgraphs = _Partition(module).subgraphs()
     if len(subgraphs) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
@@ -48,9 +48,9 @@ def _compile(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ranks(module: fx.GraphModule) -> str:
-    """Return the rank of this process in each process group of a graph, as a key of torch's compile cache.
+    """Return the rank of this process in each process group of a graph, for torch's compile cache key.
 
-    Without the key, a rank would load code from the cache on disk that another rank has compiled.
+    Without it, a rank would load code from the cache on disk that was compiled for another rank.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
@@ -58,7 +58,10 @@ def _ranks(module: fx.GraphModule) -> str:
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
-    """Pass the salt (operator number) of each dropout as an input. A constant would differ between blocks."""
+    """Make the salt (operator number) of each dropout an input of its block.
+
+    As a constant, it would differ between blocks, so that these could not share compiled code.
+    """
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in [node for node in graph.nodes if autopart_operator(node) in ("dropout", "attention_dropout")]:
@@ -71,14 +74,14 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Partition:
-    """Partition of a stage graph into subgraphs: one per repeated block, and one per run of calls between."""
+    """Partition of a stage graph into subgraphs: one for each repeated block, others for calls in between."""
 
     def __init__(self, module: fx.GraphModule):
         self.module = module
         self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
 
     def subgraphs(self) -> list[tuple[str, Calls]]:
-        """Return all subgraphs in order as (kind, calls). Subgraphs of one kind share a compiled function."""
+        """Return all subgraphs in graph order as (kind, calls). Subgraphs of one kind share compiled code."""
         subgraphs, begin = list[Calls](), 0
         for start, stop in sorted(self._blocks(0, len(self.calls), 0)):
             if start < begin:  # a call between other blocks: it belongs to the block before it
@@ -89,10 +92,10 @@ class _Partition:
         return [(self._kind(calls), calls) for calls in subgraphs if calls]
 
     def _blocks(self, begin: int, end: int, depth: int) -> Iterator[Span]:
-        """Yield the repeated blocks among the calls from index `begin` to before `end`.
+        """Yield the repeated blocks among `calls[begin:end]`.
 
         Args:
-            depth: number of numbered modules that contain all these calls.
+            depth: number of numbered modules that contain all these calls, such as 1 inside `layers.3`.
         """
         for siblings in self._siblings(begin, end, depth):
             gap = min((after - stop for (_, stop), (after, _) in pairwise(siblings)), default=0)
@@ -108,7 +111,7 @@ class _Partition:
                     yield from self._blocks(*sibling, depth + 1)
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Span]]:
-        """Return, for each module with numbered submodules, the index ranges of the submodules' calls."""
+        """Return the index ranges of the calls of sibling blocks, such as `layers.0` and `layers.1`."""
         inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         spans: defaultdict[str, list[Span]] = defaultdict(list)
@@ -121,14 +124,14 @@ class _Partition:
         return [self._kind(self.calls[start:stop]) for start, stop in spans]
 
     def _kind(self, calls: Iterable[fx.Node]) -> str:
-        """Return a key of consecutive calls. Calls with equal keys can share one compiled function."""
+        """Return a key of consecutive calls. Calls with equal keys can share compiled code."""
         numbers: dict[fx.Node, int] = {}
         lines = list[Any]()
 
         def number(node: fx.Node) -> Any:
             if node not in numbers:
                 numbers[node] = len(numbers)
-                lines.append(self._form(node))
+                lines.append(self._input_metadata(node))
             return _Value(numbers[node])
 
         for node in calls:
@@ -141,8 +144,8 @@ class _Partition:
         lines.append([numbers[node] for node in _results(numbers)])
         return repr(lines)
 
-    def _form(self, node: fx.Node) -> Any:
-        """Return the metadata of an input for which a compiled function is specialized."""
+    def _input_metadata(self, node: fx.Node) -> Any:
+        """Return the metadata of an input that compiled code depends on, such as shape and dtype."""
         value, needs_grad = facts(node).get("val"), facts(node).get("needs_grad")
         if node.op == "get_attr":
             value = attrgetter(str(node.target))(self.module)
@@ -153,7 +156,7 @@ class _Partition:
 
 
 def _numbered(node: fx.Node, module: fx.GraphModule) -> list[str]:
-    """Return the paths of the numbered modules that contain a call, outermost first."""
+    """Return the paths of the numbered modules (`layers.3`) that contain a call, outermost first."""
     operators = _operators(node, module)
     stacks = (facts(inner).get("nn_module_stack") for inner in operators if inner.op != "placeholder")
     paths = [path for path, _ in next(filter(None, stacks), {}).values()]
@@ -161,22 +164,22 @@ def _numbered(node: fx.Node, module: fx.GraphModule) -> list[str]:
 
 
 def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
-    """Return the operators that a call runs: itself, or those of its recompute region."""
+    """Return the operators that a call runs: itself, or all operators of its recompute region."""
     called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
     return called.operators.graph.nodes if isinstance(called, Region) else [node]
 
 
 @dataclass(frozen=True)
 class _Value:
-    """Placeholder for a value in the key that `_kind` returns."""
+    """Numbered placeholder for a value in the key of a block, so that the key contains no node names."""
 
     number: int
 
 
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Return True for a value that no subgraph computes.
+    """Return True for a value that is computed outside of subgraphs.
 
-    It is a graph input, a stored or unsharded parameter, or a seed with its salt.
+    It is a graph input, a stored or unsharded parameter, or a dropout seed with its salt.
     """
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), Region)
@@ -186,12 +189,12 @@ def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the nodes with users outside of `nodes`."""
+    """Return the nodes that have users outside of `nodes`."""
     return [node for node in nodes if any(user not in nodes for user in node.users)]
 
 
 def _calling(module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]]) -> fx.GraphModule:
-    """Return a graph that calls the subgraphs in order. Each kind of subgraph is one compiled submodule."""
+    """Return a graph that calls the subgraphs in order. There is one compiled submodule for each kind."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     kinds: dict[str, str] = {}
@@ -217,7 +220,7 @@ def _calling(module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]]) -> 
 
 
 def _subgraph(calls: Calls) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return a graph of the calls, and the values that are its inputs, in the order of its placeholders."""
+    """Return a graph of the calls, and the outside values that it takes as inputs."""
     graph = fx.Graph()
     members = set(calls)
     inputs = list(dict.fromkeys(node for call in calls for node in call.all_input_nodes if node not in members))

@@ -26,9 +26,9 @@ _LARGE = 2**24
 def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """Specialise a stage to masks that are equal in every call, so that it no longer computes these masks.
+    """Rewrite a stage for masks that depend on no input: use their structure instead of computing them.
 
-    Returns the stage and the names of these masks. Later calls need not inspect them.
+    Returns the stage, and the names of these masks, which later calls need not inspect.
     """
     masks, inputs, graph = input_independent_masks(stage)
     names = frozenset(mask.name for mask in masks)
@@ -53,8 +53,8 @@ def _analyze_large_masks(
     """Return {mask: structure} of masks that are too large to materialise.
 
     Args:
-        inputs: inputs of the graph that computes the masks.
-        graph: the stage's prologue for these masks.
+        inputs: descriptions of the values from which the stage graph computes the masks.
+        graph: graph that computes these values.
     """
     whole = KeyRangeEvaluator({}, process.device)
     (outputs,) = graph.graph.output_node().args
@@ -77,9 +77,9 @@ def _analyze_large_masks(
 
 
 def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> MaskStructure | None:
-    """Return the structure of a mask for the attention calls that use it.
+    """Return the structure of a mask: causal, sliding window or full. None if it has another structure.
 
-    None if the mask has no known structure, or if the calls differ in their numbers of queries or keys.
+    Also None if the attention calls that use the mask differ in their numbers of queries or keys.
     """
     scores = {*map(scores_of, calls)}
     if len(scores) > 1:
@@ -92,11 +92,11 @@ def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> MaskStructure | Non
 
 
 class StageMasks:
-    """Masks of one stage whose structure is detected in every call.
+    """Masks of one stage whose structure is detected again in every call.
 
     Args:
-        bind: binds a graph of the stage to this rank.
-        without: names of masks to leave out.
+        bind: function that binds a graph of the stage to this rank.
+        without: names of masks to ignore.
     """
 
     def __init__(self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], without: Collection[str] = ()):
@@ -107,21 +107,22 @@ class StageMasks:
     def mask_structures(self, microbatches: Sequence[Mapping[str, Any]]) -> list[MaskStructures]:
         """Return the mask structures of every microbatch. A mask that microbatches share is inspected once.
 
-        `microbatches`: keyword arguments of the stage's graph for each microbatch.
+        Args:
+            microbatches: keyword arguments of the stage's graph for each microbatch.
         """
         if self.make is None:
             return [()] * len(microbatches)
         cache: dict[tuple[int, ...], MaskStructures] = {}
-        all_bands = []
+        all_structures = []
         for arguments in microbatches:
             key = tuple(id(arguments[name]) for name in self.reads)
             if key not in cache:
-                cache[key] = self._bands(self.make, arguments)
-            all_bands.append(cache[key])
-        return all_bands
+                cache[key] = self._detect(self.make, arguments)
+            all_structures.append(cache[key])
+        return all_structures
 
     @torch.no_grad()
-    def _bands(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> MaskStructures:
+    def _detect(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> MaskStructures:
         masks = make(**{name: arguments[name] for name in self.reads})
         cache: dict[Any, MaskStructure | None] = {}
         pairs = []

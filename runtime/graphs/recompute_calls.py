@@ -1,9 +1,9 @@
 """Activation checkpointing: save the inputs of a region, and recompute the region in backward.
 
-Each region (`region`, from `passes/choose/recompute_regions.py`) is one call under `torch.utils.checkpoint`. Its
-recomputation starts when its backward begins and stops after the last value that the backward needs. Random numbers of
-a region are inputs of the region, or follow from seeds that are inputs. So both runs use equal numbers. Both runs also
-launch the same collectives on all ranks.
+Each region (marked by `passes/choose/recompute_regions.py`) is one call under `torch.utils.checkpoint`. Recomputation
+starts when the backward of the region begins, and stops after the last value that it needs. The region's random numbers
+or their seeds are inputs of the region, so both runs use equal numbers. Both runs launch the same collectives on all
+ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def has_regions(graph: fx.Graph) -> bool:
 
 
 def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function under checkpointing: save its arguments, and re-run it in backward."""
+    """Call a function under activation checkpointing."""
     if not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(on_local_values(function), *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a bound stage graph in which each recompute region is one call.
+    """Return a bound stage graph in which each recompute region is one checkpointed call.
 
-    Parameters stay in the module, and are arguments of the calls.
+    Parameters stay in the graph module, and are arguments of the calls.
     """
     regions: defaultdict[int, dict[fx.Node, int | None]] = defaultdict(dict)
     for node in module.graph.nodes:
@@ -52,7 +52,7 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class Region(nn.Module):
-    """Operators of one recompute region. It has no parameters of its own."""
+    """Checkpointed call of the operators of one recompute region. It has no parameters."""
 
     def __init__(self, operators: fx.GraphModule):
         super().__init__()

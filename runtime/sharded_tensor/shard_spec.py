@@ -1,7 +1,7 @@
-"""Shard spec of a tensor (DTensor's `spec`), and differentiable collectives between ranks.
+"""Shard spec of a tensor (like DTensor's `spec`), and differentiable collectives.
 
 A value computed from sharded tensors is either sharded like them or replicated. Every rank computes the same loss, so
-the gradient of a replicated value is replicated too. The pairs of collectives in this file follow from that.
+the gradient of a replicated value is replicated too. This determines the backward of each collective in this file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DimShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the split. Splits with equal keys give a rank the same elements."""
+        """Key of the split. With equal keys, a rank has the same range of elements."""
         return self.axis, self.cut.size, self.cut.sections, self.cut.num_shards
 
 
@@ -46,9 +46,9 @@ class ShardSpec:
     """Full shape of a tensor, and the splits that give this rank's shard.
 
     Attributes:
-        name: name of the parameter that the tensor is, or is computed from.
-        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a tensor needs
-            a spec too, because other ranks store other parameters.
+        name: name of the parameter, also for values computed from it.
+        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp` such a tensor has a
+            spec too, because other stages lack it.
         is_derived: True for a value that was computed from the full parameter.
     """
 
@@ -71,7 +71,7 @@ class ShardSpec:
 
     @property
     def has_empty_shards(self) -> bool:
-        """True if some rank stores no element of the tensor. Equal on all ranks."""
+        """True if a rank has an empty shard of the tensor. Equal on all ranks."""
         return any(shard.cut.length(index) == 0 for shard in self.shards for index in range(shard.cut.num_shards))
 
     def of_dim(self, dim: int) -> tuple[DimShard, ...]:
@@ -107,21 +107,25 @@ class ShardSpec:
     def gather(self, local: Tensor) -> Tensor:
         """Gather the full tensor on every rank. A differentiable collective call."""
         for shard in reversed(self.shards):
-            with exchange(self.process, self.name):
+            with reported(self.process, self.name):
                 local = _Gather.apply(local, shard, self.process)
         return local
 
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
-        """Return `value`. Backward all-reduces the gradient over `axes`, whose ranks use different elements."""
+        """Return `value`. In backward, all-reduce its gradient over `axes`.
+
+        Ranks along these axes combine `value` with different shards of another tensor, so each has a partial gradient.
+        """
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):
                 value = _ReduceGradient.apply(value, axis, self)
         return value
 
     def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Combine the local values of ranks over one axis after the other.
+        """Reduce the local values of ranks over one mesh axis after the other.
 
-        For each axis, the values of its ranks are stacked in a new dim 0, and `reduce` is applied to the stack.
+        Args:
+            reduce: reduces a stack of the ranks' values over its dim 0.
         """
         for axis in axes:
             local = reduce(_StackRanks.apply(local, axis, self))
@@ -129,10 +133,12 @@ class ShardSpec:
 
 
 def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
-    """Return the sum of the stages' totals on every rank. Differentiable.
+    """Return the sum of all stages' totals on every rank. Differentiable.
 
-    `total`: None if this stage has none. Each total depends only on parameters of its stage, so backward passes the
-    gradient on without a reduction.
+    Each total depends only on parameters of its stage, so backward needs no reduction.
+
+    Args:
+        total: this stage's total. None: the stage has none.
     """
     if "pp" not in process.groups:
         return torch.zeros((), device=process.device) if total is None else total
@@ -143,14 +149,17 @@ def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
 
 
 @contextmanager
-def exchange(process: Process, name: str) -> Iterator[None]:
-    """Report an operation that communicates to the watchdog, for a `with` block."""
+def reported(process: Process, name: str) -> Iterator[None]:
+    """Name the parameter of a collective in the watchdog's messages, for a `with` block."""
     with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
         yield
 
 
 def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a collective on the rank's device, in a dtype that every backend supports. Return its result."""
+    """Run a collective on the rank's device, in a dtype that every backend supports.
+
+    Returns the result in the original dtype and device.
+    """
     if x.is_complex():
         return torch.view_as_complex(_on_wire(torch.view_as_real(x), process, send).contiguous())
     sent = x.to(process.device, {torch.bool: torch.uint8, torch.int16: torch.int32}.get(x.dtype, x.dtype))
@@ -160,7 +169,7 @@ def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> T
 class _Gather(torch.autograd.Function):
     """Autograd function: all-gather of one split. Backward takes the local shard of the gradient.
 
-    The gradient is replicated.
+    Backward needs no reduction, because the gradient is replicated.
     """
 
     @staticmethod
@@ -188,13 +197,13 @@ class _Take(torch.autograd.Function):
 
 
 class _StackRanks(torch.autograd.Function):
-    """Autograd function: stack the values of an axis' ranks in a new dim 0. Backward takes the local one."""
+    """Autograd function: stack the values of all ranks of an axis. Backward takes this rank's entry."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: str, spec: ShardSpec) -> Tensor:
         ctx.axis, ctx.spec = axis, spec
         group, size = spec.process.along(axis).group_name, spec.process.mesh.size(axis)
-        with exchange(spec.process, spec.name):
+        with reported(spec.process, spec.name):
             cut = DimSharding(0, size, (), size)
             return _on_wire(local.unsqueeze(0), spec.process, lambda x: PRIMITIVES["all_gather"](x, group, cut))
 
@@ -204,7 +213,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 class _UnstackRanks(torch.autograd.Function):
-    """Autograd function: take the local entry of a stack of all ranks' values. Backward stacks gradients."""
+    """Autograd function: take this rank's entry of a stack over ranks. Backward stacks gradients."""
 
     @staticmethod
     def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:
@@ -218,7 +227,7 @@ class _UnstackRanks(torch.autograd.Function):
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Autograd function: identity in forward; backward all-reduces over an axis."""
+    """Autograd function: identity in forward. Backward all-reduces the gradient over an axis."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: str, spec: ShardSpec) -> Tensor:

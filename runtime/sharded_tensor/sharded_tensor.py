@@ -1,10 +1,12 @@
 """Parameters that store this rank's shard and behave as the unpartitioned tensor, as DTensor does.
 
 A `ShardedTensor` is a strided tensor with the local values. So kernels, autograd, and fused and foreach optimizers run
-on it as on any tensor. Calls from Python code go through `__torch_function__`. Shapes are those of the full tensor.
-Elementwise operations stay local. Reductions and random fills give the result of a single device. All other functions
-run on the gathered tensor. Library code runs inside `local_values()`, in which a `ShardedTensor` behaves as a plain
-local tensor.
+on it as on any tensor. Calls from Python code go through `__torch_function__`:
+
+- Shapes are those of the full tensor. Elementwise functions run on the shards.
+- Reductions and random fills give the result of a single device. All other functions run on the gathered tensor.
+
+Library code runs inside `local_values()`. There, a `ShardedTensor` behaves as a plain local tensor.
 """
 
 from __future__ import annotations
@@ -95,16 +97,17 @@ class ShardedTensor(Tensor):
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
-    """A parameter of a partitioned model that is sharded, or that only one stage stores."""
+    """A parameter of a partitioned model that is sharded, or that only some pipeline stages store."""
 
 
 def as_sharded(
     values: Tensor, spec: ShardSpec, kind: type[ShardedTensor] | None = None, requires_grad: bool = False,
     is_gathered: bool = False,
 ) -> ShardedTensor:  # fmt: skip
-    """Wrap local values in a tensor of class `kind` with a shard spec.
+    """Return a ShardedTensor with these local values and this shard spec.
 
-    `kind` None: ShardedTensor, with the autograd history of `values`.
+    Args:
+        kind: class of the result. None: ShardedTensor, with the autograd history of `values`.
     """
     with local_values():
         if kind is None:
@@ -116,7 +119,10 @@ def as_sharded(
 
 
 def with_spec(parameter: nn.Parameter, shard_info: ShardInfo) -> nn.Parameter:
-    """Return a local parameter with its shard spec. Unchanged if every rank stores all parameters in full."""
+    """Return a local parameter as a ShardedParameter.
+
+    Without `pp`, an unsharded parameter is returned unchanged.
+    """
     shards = tuple(
         DimShard(axis, cut, index)
         for (axis, cut), (_, index) in zip(shard_info.cuts, shard_info.local_splits, strict=True)
@@ -136,8 +142,8 @@ def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     kind = kind_of(func, name)
     if kind is FunctionKind.REFUSED:
         raise UsageError(
-            f"{name}() on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
-            why=REFUSED.get(name, "this attribute is the runtime's"),
+            f"{name}() is not supported on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
+            why=REFUSED.get(name, "the runtime itself uses this attribute"),
             hint="p.to_local() for this rank's values, p.full_tensor() or pm.full_state_dict() for all",
         )
     if name in DRAWS and _is_of_stage(_first(args, kwargs).spec):
@@ -168,7 +174,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set flags and hooks, for which a shard behaves as the full tensor."""
+    """Read or set a flag or hook on the shard. A shard and the full tensor have equal flags and hooks."""
     return func(*args, **kwargs)
 
 
@@ -189,7 +195,7 @@ def _get_grad(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Assign `grad` or `data`. The value can be a sharded tensor, this rank's shard, or the full tensor."""
+    """Assign `grad` or `data` from a sharded tensor, this rank's shard, or the full tensor."""
     target, value = args
     if isinstance(value, Tensor) and isinstance(target, ShardedTensor):
         value = as_sharded(_onto(value, target.spec), target.spec)
@@ -197,7 +203,7 @@ def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function whose result is sharded as its argument is: copies, casts, `*_like`."""
+    """Run a function whose result is sharded like its argument, such as a copy, a cast or `zeros_like`."""
     result = func(*args, **kwargs)
     if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
         return result
@@ -206,7 +212,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Create a plain tensor of a given size, with the dtype and device of the shard."""
+    """Create a plain tensor of the size in the arguments (`new_zeros`), with the shard's dtype and device."""
     return func(*args, **kwargs)
 
 
@@ -238,7 +244,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError if a scalar computed from one parameter is combined with another, under `pp`."""
+    """Raise UsageError under `pp` if a scalar computed from one parameter is combined with another one."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -247,7 +253,7 @@ def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
     """Return the shard spec of the result of an elementwise function.
 
-    Each dim is sharded as in the first argument that shards it.
+    Each dim has the sharding of the first argument in which the dim is sharded.
     """
     shapes = [spec.shape for spec in specs]
     local = {spec.local_shape for spec in specs}
@@ -269,9 +275,9 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the local values of an argument that match the shards of a result with this spec.
+    """Return the shard of an argument that matches the shard of a result with this spec.
 
-    In backward, the argument gets its full gradient.
+    Backward returns the full gradient of the argument.
     """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
@@ -290,15 +296,15 @@ def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
         return value  # from `to_local()`, or optimizer state
     if torch.broadcast_shapes(value.shape, spec.shape) != torch.Size(spec.shape):
         raise UsageError(
-            f"a tensor of shape {tuple(value.shape)} together with '{spec.name}' of shape {spec.shape}",
-            why=f"this rank holds {spec.local_shape} of it, and the two have no common shape",
+            f"a tensor of shape {tuple(value.shape)} cannot be combined with '{spec.name}' of shape {spec.shape}",
+            why=f"this rank holds a shard of shape {spec.local_shape}, and the shapes cannot be broadcast",
             hint="pass the full tensor, or p.to_local() and local values",
         )
     return spec.take(spec.partial_gradient(value, spec.axes))
 
 
 def _full(value: Any) -> Any:
-    """Return the full tensor of a sharded tensor, and any other value unchanged."""
+    """Gather a sharded tensor. Return any other value unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     return value.spec.gather(value.as_subclass(Tensor))
@@ -343,9 +349,9 @@ def _keepdim(result: Tensor, spec: ShardSpec, dims: Sequence[int]) -> bool:
 def _check_all_stages(name: str, spec: ShardSpec) -> None:
     if _is_of_stage(spec):
         raise UsageError(
-            f"{name}() of '{spec.name}' under pp",
+            f"{name}() of '{spec.name}' is not supported under pp",
             why="a rank holds the parameters of its own stages, so a loop over them differs between ranks",
-            hint="pm.summed(fn) adds fn(parameter) over all stages; pm.grad_norm(); pm.full_grads(), "
+            hint="pm.summed(fn) to add fn(parameter) over all stages; pm.grad_norm(), pm.full_grads() or "
             "pm.full_state_dict(); p.to_local() for this rank alone",
         )
 
@@ -355,12 +361,15 @@ _SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
-    """Let the step of this optimizer reduce the parameters of one pipeline stage."""
+    """Allow the step of this optimizer to reduce over a parameter that only one pipeline stage stores."""
     _SEPARABLE.add(optimizer)
 
 
 def _combines_stages() -> bool:
-    """Return True inside `pm.summed`, or in the step of an optimizer that treats each tensor separately."""
+    """Return True if the caller may reduce over a parameter that only one pipeline stage stores.
+
+    It may inside `pm.summed`, which adds up all stages, and in optimizers that treat each tensor separately.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -380,7 +389,7 @@ def _permuted(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _viewed(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return a view of the tensor if it is unsharded, else a read-only view of a gathered copy."""
+    """Return a view of an unsharded tensor, or a read-only view of a gathered copy of a sharded one."""
     spec = _first(args, kwargs).spec
     value = args[0] if args else None
     same_shape = name in ("view", "reshape", "view_as", "reshape_as", "expand_as", "expand") and (
@@ -408,7 +417,7 @@ def _wanted_shape(value: ShardedTensor, sizes: Sequence[Any], kwargs: dict[str, 
 
 
 def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function on full tensors. Write results of in-place functions back into the shard."""
+    """Run a function on gathered tensors. In-place functions then write the local part back to the shard."""
     out = kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if args and _writes(name, kwargs) else None
     if not isinstance(target, ShardedTensor):
@@ -433,10 +442,7 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _is_of_stage(spec: ShardSpec) -> bool:
-    """Return True if a reduction over this parameter would differ between ranks of different stages.
-
-    That is the case under `pp`, outside of `pm.summed` and of optimizers that treat each tensor separately.
-    """
+    """Return True if a reduction over this parameter must be rejected, because other stages lack it."""
     return "pp" in spec.process.groups and not _combines_stages()
 
 
@@ -463,7 +469,7 @@ def _warn_of_random_numbers(spec: ShardSpec) -> None:
 
 
 def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return this rank's shard of the random tensor that a single device draws."""
+    """Draw a random tensor of the full shape (`randn_like`), as a single device does, and keep the shard."""
     spec = args[0].spec
     like = args[0].as_subclass(Tensor).detach().new_empty(spec.shape)
     drawn = func(like, *args[1:], **kwargs)
@@ -471,7 +477,7 @@ def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach function (whose arguments are lists of tensors) on one tensor after the other."""
+    """Run a foreach function, whose arguments are lists of tensors, on sharded tensors."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     target: Sequence[Any] = lists[0]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
@@ -489,8 +495,10 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
     for index, leaf in enumerate(target):
         sharded = [arg for arg in row(index) if isinstance(arg, ShardedTensor)]
         if sharded and not isinstance(leaf, ShardedTensor) and name.endswith("_"):
-            raise UsageError(f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="it holds a shard",
-                             hint="torch.zeros_like(p) gives a tensor that is sharded like p")  # fmt: skip
+            raise UsageError(
+                f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="this rank holds only a shard of it",
+                hint="torch.zeros_like(p) gives a tensor that is sharded like p",
+            )  # fmt: skip
         specs.append(leaf.spec if isinstance(leaf, ShardedTensor) else sharded[0].spec if sharded else None)
 
     def conform(arg: Any) -> Any:
@@ -508,7 +516,7 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _of_inputs(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run `torch.autograd.grad`, and shard its results as the inputs are sharded."""
+    """Run `torch.autograd.grad`, and return gradients that are sharded like the inputs."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if "inputs" in kwargs:

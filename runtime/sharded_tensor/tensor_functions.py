@@ -1,4 +1,4 @@
-"""Table of how each torch function runs on a sharded tensor, and arithmetic of reductions."""
+"""Table of how torch functions run on a sharded tensor, and reductions over shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
 
 
 class FunctionKind(enum.Enum):
-    """Kind of a torch function, which determines how the function runs on a sharded tensor."""
+    """Kinds of torch functions. The kind determines how a function runs on a sharded tensor."""
 
     LOCAL = "harmless: the same for a shard"
     ATTRIBUTE = "right: of the full tensor"
@@ -175,7 +175,8 @@ def _is_view(name: str) -> bool:
 def kind_of(func: Any, name: str) -> FunctionKind:
     """Return the kind of a torch function.
 
-    `name`: name of the function. Reading or setting an attribute has the prefix "get:" or "set:".
+    Args:
+        name: name of the function. For an attribute it has the prefix "get:" or "set:", such as "get:shape".
     """
     for kind, names in _NAMED:
         if name in names:
@@ -214,7 +215,7 @@ _NAMED: tuple[tuple[FunctionKind, Any], ...] = (
 
 
 def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int]:
-    """Return the permutation of dims that a call of a permuting function (`transpose`, ...) applies."""
+    """Return the order of dims that a call of `transpose`, `permute` or a similar function gives."""
     probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
     if name.startswith("get:"):
         result = getattr(probe, name.removeprefix("get:"))
@@ -226,7 +227,10 @@ def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: in
 
 
 def reduced_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int] | None:
-    """Return the dims that a reduction covers; None if it returns more than the reduced values."""
+    """Return the dims that a reduction reduces.
+
+    Returns None if shards cannot be reduced separately, such as `max(dim)`, which also returns indices.
+    """
     rest = list(args[1:])
     if name in ("max", "min") and (rest or set(kwargs) - {"input"}):
         return None
@@ -252,7 +256,7 @@ def reduce_locally(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], spec: ShardSpec, dims: Sequence[int],
     axes: Sequence[str],
 ) -> Tensor:  # fmt: skip
-    """Reduce this rank's shard, then combine the results of ranks over the axes that shard reduced dims."""
+    """Reduce this rank's shard, then reduce the results of all ranks along `axes`."""
     value: Tensor = args[0] if args else kwargs["input"]
     value = value.as_subclass(Tensor)
     rest = args[1:]
@@ -290,7 +294,7 @@ def _correction(rest: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _over_ranks(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return the function that combines the reduced values of ranks, which are stacked in dim 0."""
+    """Return a function that reduces a stack of all ranks' results over dim 0."""
     if "norm" in name:
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
         power = 2.0 if order is None or order == "fro" else float(order)

@@ -1,1 +1,1 @@
-"""Parameter shards that a rank stores, and the owner of each copy."""
+"""Parameter shards that a rank stores, and the owner rank of each shard."""

@@ -1,4 +1,4 @@
-"""Ownership of shards: the model parameter and shard that a local parameter is, and its owner rank.
+"""Description of local parameters: name in the model, shard, and the shard's owner rank.
 
 A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard can be replicated: over `dp`, over
 `tp` if the parameter is not sharded over `tp`, or between stages that share a tied parameter. The owner of a shard is
@@ -29,7 +29,7 @@ from autopart.runtime.weights.deferred_init import LocalSplits
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """Description of a local parameter: the model parameter that it belongs to, and its shard.
+    """Description of a local parameter: its name in the model, and its shard.
 
     Attributes:
         name: name of the parameter in the model.
@@ -45,12 +45,12 @@ class ShardInfo:
 
     @property
     def cuts(self) -> list[tuple[str, DimSharding]]:
-        """Splits of the full tensor by axis, outer axis first."""
+        """Splits of the full tensor as (mesh axis, split), outer axis first."""
         return splits_of(self.stored, self.process.mesh)
 
     @property
     def local_splits(self) -> LocalSplits:
-        """Splits of the full tensor, outer axis first, each with the index of this rank's shard."""
+        """Splits of the full tensor as (split, index of this rank's shard), outer axis first."""
         return splits_at(self.stored, self.process.mesh, self.process.coordinates)
 
     @cached_property
@@ -60,20 +60,20 @@ class ShardInfo:
 
     @cached_property
     def is_owner_in_stage(self) -> bool:
-        """True if this rank is the first at its `pp` coordinate that stores this shard."""
+        """True if this rank is the first of those ranks with its `pp` coordinate that store this shard."""
         return is_owner_at(self.stored, self.process.mesh, self.process.coordinates, (self.process.pp,))
 
     @cached_property
     def checksum(self) -> int:
-        """CRC-32 of the name."""
+        """Checksum (CRC-32) of the parameter's name."""
         return zlib.crc32(self.name.encode())
 
 
 def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], owners: Sequence[int]) -> bool:
     """Return True if the rank at these coordinates is the first that stores its shard of a tensor.
 
-    A weight that is sharded over `tp` and replicated over `dp`, for example, has one owner per `tp` coordinate: the
-    rank with `dp` coordinate 0.
+    Example: a weight that is sharded over `tp` and replicated over `dp` has one owner per `tp` coordinate, the rank
+    with `dp` coordinate 0.
     """
     cut_axes = {part for axis, _ in splits_of(stored, mesh) for part in mesh_axes_of(axis)} | {
         *stored.differs_over(mesh)
@@ -88,7 +88,10 @@ _HOMES: Any = WeakIdKeyDictionary()
 
 
 def register_shard(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
-    """Register the shard info of a local parameter, unless another module that shares it has done so."""
+    """Register the shard info of a local parameter, if it has none.
+
+    Another partitioned module that shares the parameter may have registered it.
+    """
     if parameter not in _HOMES:
         _HOMES[parameter] = make_shard_info(name, program, process, stage_style)
 
@@ -106,29 +109,29 @@ _EMPTY: Any = WeakIdKeyDictionary()
 def register_placeholder(parameter: nn.Parameter, process: Process) -> None:
     """Register the placeholder parameter of a rank whose stages use no parameter.
 
-    With it, gradient norms of this rank's optimizer take part in the collectives of other ranks.
+    With it, this rank takes part when other ranks compute a gradient norm.
     """
     _EMPTY[parameter] = process
 
 
 def process_of(parameter: Tensor) -> Process | None:
-    """Return the process (rank of a mesh) of the partitioned model that a parameter belongs to, or None."""
+    """Return the rank (`Process`) of the partitioned model that a parameter belongs to, or None."""
     shard_info = shard_info_of(parameter)
     return shard_info.process if shard_info is not None else _EMPTY.get(parameter)
 
 
 def process_among(parameters: Iterable[Tensor]) -> Process | None:
-    """Return the process of the first parameter that belongs to a partitioned model, or None."""
+    """Return the rank (`Process`) of the first parameter that belongs to a partitioned model, or None."""
     return next((process for process in map(process_of, parameters) if process is not None), None)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return an optimizer's parameters in the order in which its state dict numbers them."""
+    """Return an optimizer's parameters in the order of the indices in its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def registered_processes() -> list[Process]:
-    """Return the `Process` of each partitioned model whose parameters are alive on this rank."""
+    """Return the `Process` of each partitioned model that has registered parameters in memory."""
     processes = [shard_info.process for shard_info in _HOMES.values()] + list(_EMPTY.values())
     return list({id(process): process for process in processes}.values())
 
@@ -139,5 +142,5 @@ def shard_info_of(parameter: Tensor) -> ShardInfo | None:
 
 
 def registered_parameters() -> list[tuple[nn.Parameter, ShardInfo]]:
-    """Return every local parameter that is alive, with its shard info."""
+    """Return every registered local parameter in memory, with its shard info."""
     return [(parameter, shard_info) for parameter, shard_info in _HOMES.items()]

@@ -23,7 +23,10 @@ from autopart.runtime.weights.load_weights import Weights
 
 
 def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]:
-    """Return the splits of the full tensor by axis, outer axis first. Flattened axes count as one axis."""
+    """Return the splits of a tensor as (mesh axis, split), outer axis first.
+
+    Several axes that shard one dim can be flattened into one axis.
+    """
     shape = list(stored.shape)
     cuts = []
     outermost_first = sorted((axis for axis in stored.layout if mesh.size(axis) > 1), key=mesh.stride, reverse=True)
@@ -35,12 +38,12 @@ def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]
 
 
 def splits_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalSplits:
-    """Return the splits of the full tensor, each with the shard index of the rank at the coordinates."""
+    """Return the splits of a tensor as (split, shard index of the rank at `coordinates`)."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in splits_of(stored, mesh)]
 
 
 def flattened_axes(program: Program) -> list[str]:
-    """Return the flattened axes of a program's collectives and stored layouts, sorted by name."""
+    """Return the flattened mesh axes over which a program communicates or shards, sorted by name."""
     nodes = (node for stage in program.stages for node in stage.graph.graph.nodes)
     axes = {axis for node in nodes if autopart_operator(node) != "axis_index" and (axis := axis_of(node)) is not None}
     axes |= {axis for stored in program.parameters.values() for axis, _ in splits_of(stored, program.mesh)}
@@ -48,9 +51,10 @@ def flattened_axes(program: Program) -> list[str]:
 
 
 def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Add the parameters of a new program to those of earlier programs, whose storage does not change.
+    """Merge the parameters of a new program into those of earlier programs.
 
-    Raises StageError if a stage uses a parameter that it does not store: another stage might have trained it since.
+    Parameters of earlier programs stay stored as they are. Raises StageError if a stage of the new program uses one of
+    these parameters but does not store it.
     """
     for name in new.keys() & known.keys():
         assert known[name].layout == new[name].layout, f"'{name}' has another layout in this program"
@@ -88,8 +92,8 @@ def shard_parameters(
     Args:
         stages: stages that the rank runs. None: all stages.
         device: device of the local parameters. None: that of the model's parameters.
-        known: names to leave out.
-        weights: source of the values, in place of the model.
+        known: names of parameters that exist already, which are not created again.
+        weights: source of the values. None: the model.
     """
     source = dict(model.named_parameters(remove_duplicate=False))
     cuts = {}
@@ -122,8 +126,10 @@ def gather(
 ) -> dict[str, Tensor]:
     """Gather {name: full tensor} on every rank from the `local` shards of all ranks. A collective call.
 
-    A parameter is all-gathered on the ranks of the first stage that uses it, and broadcast from there along `pp`.
-    `names` must be equal on every rank.
+    A parameter is all-gathered on ranks of the first stage that uses it. These ranks broadcast it along `pp`.
+
+    Args:
+        names: parameters to gather, equal on every rank.
     """
     dtypes = _dtypes(local, process)
     full = {}
@@ -150,7 +156,7 @@ def _dtypes(local: Mapping[str, Tensor], process: Process) -> dict[str, torch.dt
 def broadcast_from(
     value: Tensor | None, owner: int, process: Process, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Broadcast `value` from the rank at `pp` coordinate `owner` along `pp`. Other ranks can pass None."""
+    """Broadcast `value` along `pp` from the rank at `pp` coordinate `owner`. Other ranks can pass None."""
     if value is None:
         value = torch.empty(shape, dtype=dtype, device=process.device)
     assert tuple(value.shape) == tuple(shape) and value.dtype == dtype, f"{value.shape} {value.dtype}, {shape} {dtype}"
@@ -163,7 +169,7 @@ def broadcast_from(
 def names_with_gradient(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
-    """Return the names of parameters that have a gradient on their owner. Equal on every rank."""
+    """Return the names of parameters that have a gradient on the owner rank. Equal on every rank."""
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
     for index, name in enumerate(names):
@@ -177,9 +183,12 @@ def names_with_gradient(
 def join(
     local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
 ) -> dict[str, Tensor]:
-    """Return {name: full tensor} from {rank: {name: local tensor}} of all ranks, in one process.
+    """Return {name: full tensor} from the local tensors of all ranks, in one process.
 
-    It is `gather` without communication. Names that no rank stores are left out.
+    It does without communication what `gather` does. Names that no rank stores are left out.
+
+    Args:
+        local: {rank: {name: local tensor}}.
     """
     full = {}
     mesh = program.mesh

@@ -1,4 +1,4 @@
-"""Parameters that a partitioned model shares with other modules of the user's program.
+"""Parameters of a model that are shared with a second partitioned module, or with the original model.
 
 Two modules of one model can each be partitioned and share a parameter. The original model can also be used, or changed,
 after it was partitioned.
@@ -20,8 +20,12 @@ from autopart.ir.layout import Layout, format_layout
 
 
 @dataclass(frozen=True)
-class _Held:
-    """This rank's shard of a parameter of `model` (of class `kind`), and its layout."""
+class _SharedShard:
+    """This rank's shard of an original parameter, and its layout, as `parallelize(model)` created it.
+
+    Attributes:
+        kind: class name of the model.
+    """
 
     model: weakref.ref[nn.Module]
     kind: str
@@ -30,24 +34,25 @@ class _Held:
     layout: Layout
 
 
-_HELD: Any = WeakIdKeyDictionary()
+_SHARED_SHARDS: Any = WeakIdKeyDictionary()
 """{parameter of an original model: this rank's shards of it}. Keeps neither the parameter nor the shards alive."""
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` if a separately partitioned module has created it, else None.
+    """Return this rank's shard of `full` if another partitioned module has created it, else None.
 
-    Modules that contain `model`, or are contained in it, do not count as separate. Raises LayoutError if mesh or layout
-    differ.
+    Modules that contain `model`, and submodules of `model`, do not count. Raises LayoutError if the other module has
+    another mesh or layout.
     """
-    for shard in _HELD.get(full, ()):
+    for shard in _SHARED_SHARDS.get(full, ()):
         owner, local = shard.model(), shard.local()
         if local is None or (owner is not None and _related(model, owner)):
             continue
         if (shard.mesh, dict(shard.layout)) != (mesh, dict(layout)) or "pp" in mesh:
             raise LayoutError(
                 f"'{name}' of {type(model).__name__} is shared with a {shard.kind} that was parallelized on its own",
-                why=f"there it is {_layout_text(shard.layout)} on {shard.mesh}, here {_layout_text(layout)} on {mesh}",
+                why=f"its layout there is {_layout_text(shard.layout)} on {shard.mesh}, and here "
+                f"{_layout_text(layout)} on {mesh}",
                 hint="parallelize the module that holds both, or store it identically on one mesh without pp",
             )
         return local
@@ -55,22 +60,28 @@ def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, la
 
 
 def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, mesh: str, layout: Layout) -> None:
-    """Register `local` as this rank's shard of the parameter `full` of the original model."""
-    alive = [h for h in _HELD.get(full, ()) if h.local() is not None]
-    _HELD[full] = [*alive, _Held(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout)]
+    """Register `local` as this rank's shard of the original model's parameter `full`."""
+    alive = [h for h in _SHARED_SHARDS.get(full, ()) if h.local() is not None]
+    _SHARED_SHARDS[full] = [
+        *alive,
+        _SharedShard(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout),
+    ]
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError for parameters of a partitioned model's original, if all lack a gradient.
+    """Raise UsageError for parameters of the original model, if all lack a gradient.
 
-    `caller`: name of the function that got the parameters, for the message.
+    The user should pass the partitioned model's parameters, because only these get gradients.
+
+    Args:
+        caller: name of the function that received the parameters, for the message.
     """
-    originals = [p for p in parameters if any(shard.local() is not None for shard in _HELD.get(p, ()))]
+    originals = [p for p in parameters if any(shard.local() is not None for shard in _SHARED_SHARDS.get(p, ()))]
     if originals and all(parameter.grad is None for parameter in originals):
-        kind = next(shard.kind for shard in _HELD[originals[0]])
+        kind = next(shard.kind for shard in _SHARED_SHARDS[originals[0]])
         raise UsageError(
             f"{caller} on the model's own parameters would change nothing: {kind} is partitioned",
-            why="the partitioned model has parameters of its own, and only they have gradients",
+            why="the partitioned model has its own copies of the parameters, and only the copies have gradients",
             hint="make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())",
         )
 
@@ -85,7 +96,7 @@ def _related(one: nn.Module, other: nn.Module) -> bool:
 
 
 class OriginalParams:
-    """Detects changes of the original model's parameters after they were copied. Keeps no parameter alive."""
+    """Detects changes of the original model's parameters after they were copied to the partitioned model."""
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[weakref.ref[Tensor], int, Callable[[Tensor], bool]]] = {}
@@ -93,14 +104,15 @@ class OriginalParams:
     def add(self, name: str, full: Tensor, is_equal: Callable[[Tensor], bool]) -> None:
         """Watch a parameter of the original model for changes.
 
-        `is_equal`: function that returns True if the partitioned parameter has equal values, as after loading
-        `full_state_dict()`.
+        Args:
+            is_equal: function that returns True if the local parameter equals its shard of a full tensor. Such a change
+                needs no warning, for example after `full_state_dict()` was loaded into the original model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal
 
     def warn_of_changes(self) -> None:
-        """Warn once about a parameter that was written after it was copied."""
+        """Warn once if a parameter of the original model was written after it was copied."""
         for name, (of, version, is_equal) in list(self._versions.items()):
             full = of()
             if full is not None and full._version != version:

@@ -1,1 +1,1 @@
-"""Training of a partitioned model: norms, loss scaling, optimizers, hooks, methods of nn.Module."""
+"""Training of a partitioned model: gradient norms, loss scaling, optimizers, hooks, nn.Module methods."""

@@ -1,7 +1,7 @@
 """Gradient hooks, frozen parameters, and `backward` through a pipeline.
 
-During a step every microbatch accumulates into `.grad`, and the ranks reduce sharded or partial gradients at its end.
-Hooks on parameters are deferred until then. They get the gradient that a single device would pass to them.
+During a step every microbatch accumulates into `.grad`, and ranks reduce these gradients at its end. Hooks on
+parameters run only after that, so they get the gradient that a single device would pass to them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def module_hooks(module: nn.Module) -> bool:
 
 
 def check_model_hooks(model: nn.Module) -> None:
-    """Raise UsageError for hooks on a model's parameters, which the partitioned copies would lack."""
+    """Raise UsageError if a parameter of a model has hooks, which the partitioned model would lack."""
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter) or accumulation_hooks(parameter):
             raise UsageError(
@@ -51,13 +51,13 @@ def check_model_hooks(model: nn.Module) -> None:
 
 
 def trained_names(model: nn.Module, program: Program, known: Collection[str], trained: Collection[str]) -> set[str]:
-    """Return the names of a program's parameters that were not frozen when the program was traced.
+    """Return the names of a new program's parameters that require a gradient in the original model.
 
-    Raises UsageError, equal on every rank, if the original model was frozen or unfrozen since then.
+    Raises UsageError on every rank if a parameter was frozen or unfrozen since an earlier program.
 
     Args:
         known: names of parameters of earlier programs.
-        trained: names in `known` that were not frozen.
+        trained: names in `known` that required a gradient.
     """
     trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:
@@ -69,25 +69,27 @@ def trained_names(model: nn.Module, program: Program, known: Collection[str], tr
 def _refuse_flag(name: str, how: str) -> NoReturn:
     raise UsageError(
         f"the model's '{name}' was {how} after parallelize()",
-        why="this call is traced with it, and the calls before were not",
-        hint="freeze the parameters of pm instead",
+        why="this call is traced with the change, and earlier calls were traced without it",
+        hint="freeze or unfreeze the parameters of pm instead",
     )
 
 
 def backward_error(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], trained: Collection[str], in_step: bool
 ) -> UsageError | None:
-    """Return an error if a backward of these local parameters would be wrong, else None.
+    """Return an error if a backward would give these local parameters wrong gradients, else None.
 
-    The ranks exchange the result before they raise it.
+    The error is not raised here, because all ranks must raise it together.
 
     Args:
         trained: names of parameters that were not frozen at the trace. Gradients of other parameters are not reduced.
-        in_step: the call is a `step`, in which hooks of the module would not run.
+        in_step: the call is a `step`, which runs no hooks of the module.
     """
     if in_step and module_hooks(module):
-        return UsageError("pm has a hook, and step() would not run it", why="hooks of a module run around pm(...)",
-                          hint="remove it; step(..., outputs=True) returns what the model returns")  # fmt: skip
+        return UsageError(
+            "pm has a hook, and step() would not run it", why="hooks of a module run only in calls of pm(...)",
+            hint="remove it; step(..., outputs=True) returns what the model returns",
+        )  # fmt: skip
     for name, parameter in parameters.items():
         if parameter.requires_grad and name not in trained:
             return UsageError(
@@ -117,15 +119,15 @@ def frozen_error(model: nn.Module, program: Program) -> UsageError | None:
 
 
 def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
-    """Return True if a step computes a gradient of a parameter of this rank, or of an input.
+    """Return True if a step computes a gradient of any local parameter or input.
 
-    Before the first call the rank has no parameters, and the result is True.
+    Also True before the first call, when the rank has no parameters yet.
     """
     return not parameters or any(t.requires_grad for t in (*parameters.values(), *inputs) if isinstance(t, Tensor))
 
 
 class DeferredHooks:
-    """Gradient hooks of parameters, which run at the end of a step."""
+    """Gradient hooks of parameters, removed during a step and run at its end."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self.parameters = [p for p in parameters.values() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -144,7 +146,7 @@ class DeferredHooks:
             accumulation_hooks(parameter).update(of_accumulation)
 
     def run_gradient_hooks(self) -> None:
-        """Pass the complete gradient of the step to each gradient hook, and store the gradient it returns."""
+        """Run each gradient hook on the step's complete gradient. If a hook returns a gradient, store it."""
         for parameter, hooks in zip(self.parameters, self._of_gradients, strict=True):
             for hook in hooks.values():
                 with torch.no_grad(), full_values():
@@ -162,7 +164,7 @@ class DeferredHooks:
 
 @contextmanager
 def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
-    """Defer all hooks of the parameters during a `with` block."""
+    """Remove all hooks of the parameters for a `with` block, and put them back at its end."""
     hooks = DeferredHooks(parameters)
     try:
         yield hooks
@@ -171,9 +173,9 @@ def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
 
 
 def without_backward(outputs: Sequence[Any], program: Program, parameters: Iterable[Tensor]) -> list[Any]:
-    """Return the outputs of a call through a pipeline. Their backward raises UsageError.
+    """Return the outputs of a call through a pipeline, whose backward raises UsageError.
 
-    Outputs that need no gradient in the model are unchanged. The other outputs depend on `parameters`, so that
+    Outputs that need no gradient in the model are unchanged. All other outputs depend on `parameters`, so that
     `torch.autograd.grad` with respect to `parameters` raises too.
     """
     sent: Any = program.stages[-1].graph.graph.output_node().args[0]

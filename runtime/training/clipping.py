@@ -14,7 +14,7 @@ from autopart.runtime.training import gradient_norms
 
 
 class ClippingMethods:
-    """Gradient norm and clipping methods of a partitioned model."""
+    """Methods of a partitioned model: gradient norm and gradient clipping."""
 
     _process: Process
     _local_parameters: Mapping[str, nn.Parameter]
@@ -37,9 +37,9 @@ class ClippingMethods:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients so that the norm of the full model is at most `max_norm`. A collective call.
 
-        Returns the norm before scaling, a detached scalar, equal on every rank, as `torch.nn.utils.clip_grad_norm_` on
-        one device. With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing
-        is scaled.
+        Returns the norm before scaling, as `torch.nn.utils.clip_grad_norm_` does: a detached scalar, equal on every
+        rank. If `error_if_nonfinite` is set and the norm is not finite, raises RuntimeError on every rank and scales
+        nothing.
 
         Example: `pm.step(**batch); pm.clip_grad_norm_(1.0); optimizer.step()`
         """

@@ -1,4 +1,4 @@
-"""Dtype and device conversions of a partitioned model: accept its current ones, reject all others."""
+"""Dtype and device conversions of a partitioned model: all are rejected, except those without effect."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 
 
 def spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of `to`, with `device` in place of every other spelling of this device.
+    """Return the arguments of `to`, with other spellings of `device` replaced by `device`.
 
-    A device without an index is the current one: "cuda" can mean "cuda:0", and "cpu:0" is "cpu".
+    For example, "cuda" is "cuda:0" if that is the current device, and "cpu:0" is "cpu".
     """
     named = {name: device if _is_device(value, device) else value for name, value in kwargs.items()}
     return [device if _is_device(value, device) else value for value in args], named
@@ -35,7 +35,7 @@ def _index(device: torch.device, current: int) -> int:
 
 
 def refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError if `fn` changes a tensor of this dtype and device."""
+    """Raise UsageError if `fn`, applied to a tensor of this dtype and device, converts the tensor."""
     probe = torch.empty(0, dtype=dtype, device=device)
     converted = fn(probe)
     if converted is not probe:

@@ -1,7 +1,7 @@
 """Gradient scaling over all ranks: an infinity in one rank's shard of a gradient counts on every rank.
 
-`torch.amp.GradScaler` checks only the gradients of its rank. The ranks would then disagree on whether to take a step,
-and on the scale afterwards. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
+`torch.amp.GradScaler` checks only the gradients of its rank. Then some ranks would take a step and others not, and
+their scales would differ. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autopart.runtime.training.gradient_norms import inside
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
 
-    Infinite gradients are detected over all ranks, so all ranks take a step or none does, and the scale stays equal.
-    Torch's class does so too once a model is partitioned. This class also works without `scale(loss)`, and its default
-    `device` is "cuda", or "cpu" without GPUs.
+    It detects infinite gradients over all ranks. So all ranks take a step or none does, and the scale stays equal. When
+    a model is partitioned, torch's class is patched to do this too. In addition, this class works without
+    `scale(loss)`. Its default `device` is "cuda", or "cpu" without GPUs.
 
     Example:
         scaler = autopart.GradScaler()
@@ -52,14 +52,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(self.where, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def get_scale(self) -> float:
-        """Return the factor of the loss: a number, equal on every rank; 1 if the scaler is disabled."""
+        """Return the factor for the loss: a number, equal on every rank; 1 if the scaler is disabled."""
         if self.is_enabled():
             self.scale(torch.zeros((), device=self.where))  # creates the scale, as the first loss would
         return super().get_scale()
 
 
 def patch_grad_scaler() -> None:
-    """Make every `torch.amp.GradScaler` detect infinities of all ranks in a partitioned model's gradients."""
+    """Patch `torch.amp.GradScaler` to detect infinite gradients of a partitioned model on all ranks."""
     redirect_unscale(_unscale)
 
 
@@ -69,7 +69,7 @@ def _unscale(
 ) -> dict[torch.device, Tensor]:
     """Divide an optimizer's gradients by the scale. Return {device: 1.0 if any was not finite, else 0.0}.
 
-    `original`: torch's function. A collective call if the optimizer has parameters of a partitioned model.
+    A collective call if the optimizer has parameters of a partitioned model. `original` is torch's function.
     """
     process = process_among(parameters_of(optimizer))
     if process is not None:
@@ -93,7 +93,7 @@ def _unscale(
 
 
 def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
-    """Raise InputError if the loss was not multiplied by the scale that divides the gradients."""
+    """Raise InputError if the loss was not multiplied by the scale by which gradients are divided."""
     if process.step_scale == 1.0 != scaler.get_scale():
         raise InputError(
             f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",

@@ -1,8 +1,8 @@
 """Gradient norm of a partitioned model: every element counts once; bitwise identical on every rank.
 
 Each rank computes the norm of the shards that it owns (`shard_owners.py`). The ranks exchange these norms, and each
-rank combines the same numbers in the same order. `torch.nn.utils` is redirected to this file for lists that contain
-tensors of a partitioned model.
+rank combines the same numbers in the same order. The functions of `torch.nn.utils` are redirected to this file for
+lists that contain tensors of a partitioned model.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def local_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all elements of these tensors: a float64 scalar on their device.
 
-    Each tensor's norm is computed in its dtype, or in float32 for smaller dtypes. Without tensors the result is 0, or
-    infinity if `norm_type` is negative, which does not change `norm_of`.
+    The norm of each tensor is computed in its dtype, but at least in float32. Without tensors the result is 0, or
+    infinity if `norm_type` is negative.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
@@ -59,10 +59,9 @@ def local_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
-    """Return the norm of a tensor from the norms of its shards.
+    """Return the norm of a tensor from the norms of its shards (Shoeybi et al. 2019, arXiv:1909.08053).
 
-    Shoeybi et al. 2019 (arXiv:1909.08053) have it for p = 2. Equal inputs give equal results on every machine, and no
-    intermediate overflows.
+    Equal inputs give equal results on every machine, and no intermediate value overflows.
 
     >>> norm_of([3.0, 4.0]), norm_of([3.0, 4.0], math.inf), norm_of([3e300, 4e300])
     (5.0, 4.0, 5e+300)
@@ -78,7 +77,7 @@ def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
 
 
 def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype that torch gives a norm of tensors of these dtypes; float32 without tensors."""
+    """Return the dtype of torch's norm of tensors with these dtypes; float32 without tensors."""
     real_dtypes = [dtype.to_real() for dtype in dtypes]
     result = real_dtypes[0] if real_dtypes else torch.float32
     for dtype in real_dtypes[1:]:
@@ -91,7 +90,8 @@ def grad_norm_lockstep(
 ) -> Tensor:
     """Compute `grad_norm` for all ranks in one process.
 
-    `parameters`: {rank: {name: local parameter}}.
+    Args:
+        parameters: {rank: {name: local parameter}}.
     """
     power = _check_norm_type(norm_type)
     norms, dtypes = [], []
@@ -117,8 +117,8 @@ def _check_norm_type(norm_type: float) -> float:
     power = float(norm_type)
     if power == 0 or math.isnan(power):
         raise OptionError(
-            f"norm_type={norm_type!r} is not a norm over the ranks of a mesh",
-            why="torch then counts tensors, and a rank holds shards of tensors",
+            f"norm_type={norm_type!r} is not supported on a mesh",
+            why="for 0, torch counts the tensors with a nonzero norm, and a rank holds shards of tensors",
             hint="norm_type=2.0, or math.inf for the largest element",
         )
     return power
@@ -139,7 +139,7 @@ def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float =
 
 @dataclass(frozen=True)
 class NormShard:
-    """A tensor of a norm (a parameter or its gradient) with the shard info of its parameter."""
+    """This rank's shard of a tensor in a norm: a parameter or gradient, and the parameter's shard info."""
 
     tensor: Tensor
     shard_info: ShardInfo
@@ -147,13 +147,14 @@ class NormShard:
 
 @dataclass(frozen=True)
 class _Row:
-    """Values that a rank sends to the other ranks to combine a norm.
+    """Values that each rank sends to all ranks to combine a norm.
 
     Attributes:
-        present: True if the rank has any tensor.
-        names: checksum of the parameter names in the rank's list.
-        stages: checksum that differs between ranks of different stages.
-        one_of_many: the list has one parameter, but the rank has gradients of more parameters.
+        present: 1 if the rank takes part.
+        dtypes: set of dtypes of its tensors, one bit per dtype.
+        names: checksum of the parameter names in its list.
+        stages: checksum of its pipeline stages.
+        one_of_many: 1 if its list has one parameter, although it has gradients of more parameters.
     """
 
     present: float = 0.0
@@ -171,7 +172,7 @@ def _norm(
 
     Args:
         others: replicated tensors that belong to no partitioned model.
-        of_one: leave out ranks of other stages, which were passed other parameters.
+        of_one: the caller passed one parameter, not a list. Then only ranks of this stage take part.
     """
     check_reduced(process, "the norm of the gradients")
     counted = [
@@ -196,10 +197,10 @@ def _norm(
 
 
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
-    """Return the values (`_Row`) of all ranks of this model; with `of_one`, of the ranks of this stage.
+    """All-gather a `_Row` of each rank of this model; with `of_one`, only of ranks of this stage.
 
-    If replicas are independent models, each data rank can pass a different list. Values are collected by adding them to
-    zeros, which does not change their bits.
+    If data ranks have independent models (`dp_sync`), only ranks with this rank's model count. The all-gather is an
+    all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values bitwise unchanged.
     """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)
@@ -221,7 +222,7 @@ def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_
 
 
 def _check_lists(rows: Sequence[_Row]) -> None:
-    """Raise InputError on every rank if the ranks passed lists that do not match."""
+    """Raise InputError on every rank if ranks passed lists of different parameters."""
     lists: dict[float, set[float]] = {}
     for row in rows:
         lists.setdefault(row.stages, set()).add(row.names)
@@ -233,20 +234,20 @@ def _check_lists(rows: Sequence[_Row]) -> None:
         )
     if len(lists) > 1 and all(row.one_of_many for row in rows):
         raise InputError(
-            "every rank requests the norm of one parameter, each of another one",
+            "every rank requests the norm of a single parameter, each rank of a different one",
             why="ranks of other stages hold other parameters, so their loops do not match",
             hint="clip_grad_norm_(p, ...) without a list, or pm.clip_grad_norm_(...)",
         )
 
 
 def _stages(processes: Sequence[Process]) -> int:
-    """Return a checksum that is equal on ranks with the same parameters."""
+    """Return a checksum that is equal on ranks that store the same pipeline stages."""
     distinct = {id(process): process for process in processes}.values()
     return zlib.crc32(repr(sorted({(str(process.mesh), process.pp) for process in distinct})).encode())
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:
-    """Report a collective call to the watchdog for a `with` block. `doing`: name of the call in messages."""
+    """Name a collective call in the watchdog's messages, for a `with` block."""
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
@@ -259,7 +260,7 @@ def _holds_more(shard_info: ShardInfo) -> bool:
 
 
 def patch_gradient_norms() -> None:
-    """Redirect `torch.nn.utils.clip_grad_norm_` and `get_total_norm` for tensors of partitioned models."""
+    """Patch `torch.nn.utils.clip_grad_norm_` and `get_total_norm` for tensors of partitioned models."""
     redirect_norms(_clip_grad_norm, _get_total_norm)
 
 
@@ -304,7 +305,7 @@ def _get_total_norm(
 ) -> Tensor:
     """Replace `torch.nn.utils.get_total_norm`. `original`: torch's function."""
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    shard_infos = _homes_by_memory()
+    shard_infos = _shard_infos_by_memory()
     with_homes = [(tensor, shard_infos.get(_memory(tensor)) if shard_infos else None) for tensor in listed]
     parts = [NormShard(tensor, shard_info) for tensor, shard_info in with_homes if shard_info is not None]
     process = parts[0].shard_info.process if parts else _process_among(listed)
@@ -326,7 +327,7 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def check_finite(total: Tensor, asked: bool) -> None:
-    """Raise RuntimeError, as torch does, if the norm is not finite and the caller requests the check."""
+    """Raise RuntimeError, as torch does, if the norm is not finite and the caller has requested the check."""
     if asked and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}: not finite, so nothing was clipped\n"
@@ -335,11 +336,11 @@ def check_finite(total: Tensor, asked: bool) -> None:
 
 
 def _process_among(tensors: Sequence[Tensor]) -> Process | None:
-    """Return the process of the first tensor that belongs to a model over several ranks, or None.
+    """Return the process of the first tensor that belongs to a model on several ranks, or None.
 
-    A rank without gradients passes an empty list, but other ranks wait for it. Then the rank takes part for the model
-    that was partitioned last. Older models do not count, because Python frees them at different times on different
-    ranks.
+    A rank without gradients passes an empty list, and still must take part in the norm. Then the result is the process
+    of the model that was partitioned last. Python frees older models at different times on different ranks, so they are
+    not used.
     """
     processes = (process_of(tensor) for tensor in tensors)
     process = next((process for process in processes if process is not None and process.groups), None)
@@ -349,8 +350,8 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
     return max(over_many, key=lambda process: process.serial, default=None)
 
 
-def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
-    """Return {memory of a parameter or its gradient: shard info}, by which detached gradients are found."""
+def _shard_infos_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
+    """Return {memory of a parameter or its gradient: shard info}, to identify a detached gradient."""
     shard_infos = {}
     for parameter, shard_info in registered_parameters():
         if not shard_info.process.groups:

@@ -1,4 +1,4 @@
-"""Modes and plain attributes of a partitioned model's layers, read and compared by ranks at each call."""
+"""Train or eval mode, and plain attributes, of a partitioned model's layers. Ranks compare them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MISSING = object()
 
 
 class LayerModes:
-    """Modes and attributes that users set on a partitioned model and its layers after `parallelize`.
+    """Train or eval modes and attributes that users set on a partitioned model and its layers.
 
     The partitioned model has one module per layer of the original, called a branch. A branch stores its mode in
-    `training` and its attributes in `_set`. This object collects them after a change, so a call without changes only
+    `training` and its attributes in `_set`. This object collects them after a change. A call without changes only
     checks a flag.
     """
 
@@ -38,7 +38,7 @@ class LayerModes:
         self._settings, self._text = Settings(), ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerModes:
-        """Return the modes of a copy of the partitioned model. `attach` connects them to the copy."""
+        """Return an object for a copy of the partitioned model. `attach` connects it to the copy."""
         copied = memo[id(self)] = LayerModes(self.source)
         return copied
 
@@ -48,7 +48,7 @@ class LayerModes:
 
     @property
     def root(self) -> Any:
-        """The partitioned model, or None for a copy of one of its branches."""
+        """The partitioned model. None in a copy of a single branch."""
         return self._root()
 
     def layer(self, path: str) -> nn.Module:
@@ -56,21 +56,21 @@ class LayerModes:
         return self.source.model.get_submodule(path)
 
     def accepts(self, path: str, name: str, value: Any) -> bool:
-        """Return True if an assignment is possible: a plain value for a plain attribute that the layer has."""
+        """Return True if a user may set an attribute: the layer has it, and old and new value are plain."""
         layer = self.layer(path)
         static = vars(layer).get(name, inspect.getattr_static(type(layer), name, _MISSING))
         return is_plain(value) and is_plain(static)
 
     @property
     def settings(self) -> Settings:
-        """Modes and attributes of layers that differ from the original model's."""
+        """Modes and attributes of layers that differ from those of the original model."""
         if self.changed:
             self._collect()
         return self._settings
 
     @property
     def text(self) -> str:
-        """Mode and settings as text, equal only for equal settings."""
+        """Modes and attributes as text, for the comparison between ranks."""
         if self.changed:
             self._collect()
         return self._text
@@ -91,8 +91,10 @@ class LayerModes:
         texts += [f"{path}.{name}={text}".lstrip(".") for path, name, text, _ in self._settings.values]
         self._text, self.changed = ", ".join(texts), False
 
-    def call(self, branch: nn.Module, path: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Set the modes of a branch as `train` or `eval` of the original layer sets the layer's modes."""
+    def set_mode(
+        self, branch: nn.Module, path: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Call `train` or `eval` on a branch, with the effect of the original layer's method."""
         layer = self.layer(path)
         if self.root is None or not any(map(_has_own_modes, layer.modules())):
             mode = _mode_of(*args, **kwargs) if name == "train" else _no_mode(*args, **kwargs)
@@ -105,8 +107,8 @@ class LayerModes:
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run a user-defined `train` or `eval` on the original model, and copy its changes to the branches.
 
-        The method starts with the modes and attributes of the branches. It can set modes, plain attributes and
-        `requires_grad`. The original model is restored afterwards.
+        Before, the original model gets the modes and attributes of the branches. The method can set modes, plain
+        attributes and `requires_grad`. The original model is restored afterwards.
         """
         model, root = self.source.model, self.root
         layers, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -138,7 +140,7 @@ class LayerModes:
 
 
 def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, module) of a partitioned model or a branch, and of all branches below it."""
+    """Yield (path, module) of a partitioned model or a branch, and of all its descendants."""
     pending, seen = [root], {id(root)}
     while pending:
         module: Any = pending.pop()
@@ -149,9 +151,10 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """Yield, as text, the layers at `paths`, which are in the same mode.
+    """Yield the layers `others` as text, such as "encoder", or "encoder itself".
 
-    If all layers below a layer are in that mode, it is listed for all of them. Otherwise it is listed as "x itself".
+    The layers have a mode that differs from that of the model. "encoder" includes all layers below it. "encoder itself"
+    means that some layer below it has the model's mode.
     """
     below, others_below = Counter[str](), Counter[str]()
     for path in filter(None, paths):

@@ -1,4 +1,4 @@
-"""Modules that stand in for a model and its layers, with their classes, modes and attributes."""
+"""Modules that represent a model and its layers, with the original's classes, modes and attributes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUFFER_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
 
 
 class ModuleProxy(nn.Module):
-    """A module that represents a layer. Its modes and plain attributes can be set, its submodules cannot.
+    """A module that represents a model or layer. Users can set its mode and plain attributes only.
 
     Attributes:
         _path: path of the layer in the model.
@@ -35,23 +35,23 @@ class ModuleProxy(nn.Module):
     _set: dict[str, Any]
 
     def _init_proxy(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
-        """Copy the mode of the original layer, and its parameters and buffers that are None."""
+        """Copy the mode of the original layer, and the names of its parameters and buffers that are None."""
         for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
             local.update({name: None for name, value in original.items() if value is None})
         self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Set the mode of this module and its layers, as the original's `train(mode=True)` does."""
-        self._modes.call(self, self._path, "train", args, kwargs)
+        self._modes.set_mode(self, self._path, "train", args, kwargs)
         return self
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """Set this module and its layers to evaluation mode, as the original's `eval()` does."""
-        self._modes.call(self, self._path, "eval", args, kwargs)
+        self._modes.set_mode(self, self._path, "eval", args, kwargs)
         return self
 
     def extra_repr(self) -> str:
-        """Return the `extra_repr` of the original layer, with the attributes that were set on this module."""
+        """Return the `extra_repr` of the original layer, with attributes as they are set on this module."""
         with in_modes(self._modes.source.model, self._modes.root.training, self._modes.settings):
             return self._modes.layer(self._path).extra_repr()
 
@@ -95,7 +95,7 @@ class ModuleProxy(nn.Module):
         _refuse_change(f"deleting [{index!r}]")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Accept a module that already has this name, which changes nothing. Raise UsageError for any other."""
+        """Do nothing if this module has the submodule under this name already. Raise UsageError otherwise."""
         if module is None or self._modules.get(name) is not module:
             _refuse_change("add_module()")
 
@@ -131,7 +131,7 @@ class ModuleProxy(nn.Module):
 
 
 class LayerProxy(ModuleProxy):
-    """A layer of a partitioned model: local tensors, with the class, mode and attributes of the original.
+    """A layer of a partitioned model: this rank's tensors, with the original's class, mode and attributes.
 
     `isinstance(pm.layers[0], nn.Linear)` is True. The layer cannot be called: its operators are part of the program.
     """
@@ -173,7 +173,7 @@ class LayerProxy(ModuleProxy):
 
     @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the entries of `pm.state_dict()` below this layer, with names relative to this layer."""
+        """Return the entries of `pm.state_dict()` for this layer, with names relative to the layer."""
         root = self._modes.root
         if (
             root is None or args or kwargs.get("destination") is not None
@@ -259,7 +259,7 @@ class LayerProxy(ModuleProxy):
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
             "a hook on a layer of a partitioned model would never run", why="its operators are a part of the program",
-            hint="register it on the model before: it is traced",
+            hint="register it on the model before parallelize(), which traces it",
         )  # fmt: skip
 
     register_forward_hook = register_forward_pre_hook = _refuse_hook
@@ -267,7 +267,10 @@ class LayerProxy(ModuleProxy):
 
 
 def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
-    """Add a LayerProxy for each layer of the model without one. A layer with several names has one proxy."""
+    """Add a LayerProxy for each layer of the model that has none yet.
+
+    A layer with two names has one proxy.
+    """
     branches: dict[int, ModuleProxy] = {id(modes.source.model): root}
 
     def add(branch: ModuleProxy, layer: nn.Module, path: str) -> None:  # in the order of `named_modules`
@@ -284,7 +287,7 @@ def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
 
 
 def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule of `root` that contains `name`, and the last component of the name."""
+    """Return the submodule that contains the tensor `name`, and the last component of `name`."""
     *path, last = name.split(".")
     for part in path:
         # By the dict, because a component may have the name of an attribute of ParallelModule.
@@ -305,11 +308,11 @@ def item_of(module: ModuleProxy, index: Any) -> Any:
         return nn.Sequential(*layers) if kind is nn.Sequential else nn.ModuleList(layers)
     if isinstance(index, int) and -len(items) <= index < len(items):
         return list(items.values())[index]
-    raise IndexError(f"no layer {index!r}; the model has {', '.join(items) or 'none'} in it")
+    raise IndexError(f"there is no layer {index!r}; the layers are {', '.join(items) or 'none'}")
 
 
 def _items(module: ModuleProxy) -> dict[str, Any]:
-    """Return the layers of a container, or its parameters if it is a container of parameters."""
+    """Return the layers of a container, or the parameters of an `nn.ParameterList` or `nn.ParameterDict`."""
     layer = module._modes.layer(module._path)
     if isinstance(layer, (nn.ParameterList, nn.ParameterDict)):
         return {name: getattr(module, name) for name in layer._parameters}
@@ -356,7 +359,7 @@ def _layer_or_none(modes: LayerModes, path: str) -> nn.Module:
 
 
 def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
-    """Raise MissingAttribute for a parameter that this rank does not store."""
+    """Raise MissingAttribute for a parameter that only other ranks store."""
     if modes.root is not None and modes.root._program is None:
         raise MissingAttribute(
             f"'{name}' is not available yet", why="the model is traced at the first call, and partitioned then",
@@ -370,7 +373,6 @@ def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
 
 def _refuse_change(what: str) -> NoReturn:
     raise UsageError(
-        f"{what} of a partitioned model would change nothing",
-        why="the program was traced from the original model",
-        hint="change the model before; values: pm.load_state_dict(...)",
-    )
+        f"{what} of a partitioned model would change nothing", why="the program was traced from the original model",
+        hint="change the model before parallelize(); to change values, use pm.load_state_dict(...)",
+    )  # fmt: skip

@@ -81,18 +81,21 @@ class LossScaling:
 
 
 class LossScalingMethods:
-    """Loss scaling of a module: its public properties and its entry in checkpoints."""
+    """Methods of a partitioned model that concern loss scaling (`precision="fp16"`)."""
 
     _loss_scaling: LossScaling | None = None
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the next `step` scales the loss, and divides gradients: 1 unless `precision="fp16"`."""
+        """Factor of the loss in the next `step`, which also divides the gradients.
+
+        It is 1 without `precision="fp16"`.
+        """
         return 1.0 if self._loss_scaling is None else self._loss_scaling.scale
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps whose gradients were dropped, because one was not finite in float16."""
+        """Number of steps whose gradients were dropped, because a gradient was not finite in float16."""
         return 0 if self._loss_scaling is None else self._loss_scaling.skipped_steps
 
     def _save_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
@@ -100,17 +103,17 @@ class LossScalingMethods:
             state_dict[prefix + STATE] = self._loss_scaling.state_dict()
 
     def _load_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-        """Take the scale out of a state dict and load it. A module without loss scaling ignores it."""
+        """Remove the loss scale from a state dict, and load it if this module has loss scaling."""
         state = state_dict.pop(prefix + STATE, None)
         if state is not None and self._loss_scaling is not None:
             self._loss_scaling.load_state_dict(state)
 
 
 @contextmanager
-def naming_operators() -> Iterator[None]:
-    """Explain errors in a `with` block about an operator that the device lacks in 16 bits.
+def explain_missing_operators() -> Iterator[None]:
+    """Raise RuntimeSetupError if code in this `with` block runs an operator that lacks a 16-bit kernel.
 
-    Raises RuntimeSetupError in their place.
+    It replaces torch's error, and recommends another precision.
     """
     try:
         yield

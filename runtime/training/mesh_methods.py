@@ -1,4 +1,4 @@
-"""Methods of a partitioned model that concern its mesh: coordinates, sums over ranks, waits, graphs."""
+"""Methods of a partitioned model that concern its mesh, such as `data_rank`, `summed` and `no_sync`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MeshMethods(nn.Module):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's shard of the global batch, from 0 to `num_data_ranks - 1`.
+        """Index of this rank's part of the global batch, from 0 to `num_data_ranks - 1`.
 
         Ranks that differ only in `tp` or `pp` have the same index. Available before the model is traced.
 
@@ -46,7 +46,7 @@ class MeshMethods(nn.Module):
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of shards of the global batch: the product of the mesh's data axes."""
+        """Number of parts of the global batch: the product of the sizes of the mesh's data axes."""
         return self.mesh.data_parallel_size
 
     @property
@@ -69,10 +69,11 @@ class MeshMethods(nn.Module):
     def summed(self, fn: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Return the sum of `fn(parameter)` over all parameters of the model, equal on every rank.
 
-        Each parameter counts once, on whichever rank it is stored. Differentiable in the parameters. A collective call.
+        Each parameter counts once, even if several ranks store it. Differentiable with respect to the parameters. A
+        collective call.
 
         Args:
-            fn: returns a scalar computed from one parameter or its gradient, which behave as the full tensors.
+            fn: function of one parameter that returns a scalar. The parameter and its `.grad` behave as full tensors.
 
         Example:
             penalty = pm.summed(lambda p: p.abs().sum())
@@ -87,10 +88,10 @@ class MeshMethods(nn.Module):
         return total_over_stages(total, self._process)
 
     def pause_timeout(self) -> AbstractContextManager[None]:
-        """Pause `timeout=` for work of your own that takes longer, such as evaluating or saving on one rank.
+        """Pause `timeout=` while some ranks do other work in a `with` block, such as evaluating or saving.
 
-        Ranks that wait for this rank at the start of their next call then wait without a limit. Enter it on the ranks
-        that work.
+        Use it on the ranks that do the work. Other ranks, which wait for them in their next call, then wait without a
+        limit.
 
         Example:
             if rank == 0:
@@ -100,14 +101,15 @@ class MeshMethods(nn.Module):
         return nullcontext() if self._process.watch is None else self._process.watch.pause()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate the gradients of calls in this context without reducing them over ranks.
+        """Accumulate gradients in a `with` block without reducing them over ranks.
 
-        This concerns `step`, and `backward` of forwards in this context. The next call outside reduces all of them
-        once, as with `torch.nn.parallel.DistributedDataParallel.no_sync`. Enter it on every rank.
+        As with `torch.nn.parallel.DistributedDataParallel.no_sync`, the next `step` or backward outside of the block
+        reduces them once. Every rank must enter the block. For `backward`, it counts whether the forward ran in the
+        block.
 
-        Until then `.grad` holds this rank's partial gradients. Functions that read them (norms, clipping, an
-        optimizer's step, `full_grads`) raise UsageError. Values that you add to `.grad` by hand are reduced as well.
-        Raises UsageError if parameters are sharded (`zero=3`), because these have no unsharded gradients.
+        Until the reduction, `.grad` has this rank's partial gradients. Functions that read gradients (norms, clipping,
+        an optimizer's step, `full_grads`) raise UsageError. Values that you add to `.grad` by hand are reduced too.
+        Raises UsageError if parameters are sharded (`zero=`).
 
         Example:
             with pm.no_sync():
@@ -122,7 +124,7 @@ class MeshMethods(nn.Module):
         return self._unreduced.opened()
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
-        """Return the graph of a stage, with axis names in its collectives. `stage` None: this rank's first."""
+        """Return the graph of a stage, with mesh axes in its collectives. Default: this rank's first stage."""
         program = self._traced("graph")
         if stage is None:
             stage = self._stages(program)[0]
@@ -133,7 +135,10 @@ class MeshMethods(nn.Module):
         return program.stages[stage].graph
 
     def report(self, path: str | Path) -> None:
-        """Write an HTML page (`Plan.report`) with the graphs of this rank's stages. Use one path per rank."""
+        """Write an HTML page (`Plan.report`) with the graphs of this rank's stages.
+
+        Each rank must pass a different path.
+        """
         program = self._traced("report")
         graphs = {f"Graph of stage {stage}": program.stages[stage].graph for stage in self._stages(program)}
         self.plan.report(path, graphs)

@@ -1,4 +1,4 @@
-"""Methods of `nn.Module` other than the call: adapted to a partitioned model, or rejected."""
+"""Methods of `nn.Module`, other than the call, that a partitioned model adapts or rejects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_lo
 class ModuleMethods(ModuleProxy):
     """Methods of `nn.Module` whose default would be silently wrong on a partitioned model.
 
-    `copy.deepcopy` returns a module with separate parameters (for moving averages) that runs on the same processes.
+    `copy.deepcopy` returns a module with separate parameters, for example for moving averages. The copy runs on the
+    same processes.
     """
 
     _local_parameters: dict[str, nn.Parameter]
@@ -73,18 +74,19 @@ class ModuleMethods(ModuleProxy):
         if not all(map(is_, map(dict.get, registered, keys), tensors)):
             is_unchanged = list(map(is_, map(dict.get, registered, keys), tensors))
             raise UsageError(
-                f"this call is made with another tensor for '{names[is_unchanged.index(False)]}'",
-                why="functional_call or an assignment replaced it, but the program uses its own tensor",
-                hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
+                f"the tensor '{names[is_unchanged.index(False)]}' is replaced in this call",
+                why="functional_call or an assignment replaced it, but the program uses the original tensor",
+                hint="use pm.load_state_dict(...) to change values, and the unpartitioned model to differentiate "
+                "through updates",
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Accept the dtype and device that the module has, in any spelling. Raise UsageError for all others."""
+        """Return this module if it already has the dtype and device. Raise UsageError for all others."""
         args_, kwargs_ = spelled_as(self.__dict__["_process"].device, args, kwargs)
         return super().to(*args_, **kwargs_)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Accept a function that changes no tensor. `to`, `half`, `cuda` and similar methods call this."""
+        """Raise UsageError if `fn` converts tensors. `to`, `half`, `cuda` and similar methods call this."""
         tensors = [*self.__dict__["_local_parameters"].values(), *self.__dict__["_local_buffers"].values()]
         if not tensors:
             tensors = [*self.__dict__["_source"].model.parameters()]
@@ -113,7 +115,7 @@ class ModuleMethods(ModuleProxy):
         return copied
 
     def _begin_as_copy(self) -> None:
-        """Reset the state that belongs to the parameters of the module from which this one was copied."""
+        """Create new state for steps and gradients. `copy.deepcopy` calls this on the copy."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -137,25 +139,30 @@ class ModuleMethods(ModuleProxy):
         model = self.__dict__["_source"].model
         if not isinstance(model, (nn.Sequential, nn.ModuleList)) or not isinstance(index, (int, slice)):
             raise UsageError(
-                f"a partitioned {type(model).__name__} has no pm[{index!r}]", why="it has its layers and parameters "
-                "by name", hint="pm.get_parameter(name), or the model's own layers before parallelize()",
-            )  # fmt: skip
+                f"a partitioned {type(model).__name__} has no pm[{index!r}]",
+                why="its layers and parameters are accessed by name",
+                hint="pm.get_parameter(name), or the model's own layers before parallelize()",
+            )
         return item_of(self, index)
 
 
 def patch_wrappers() -> None:
-    """Make DDP, FSDP and similar wrappers reject partitioned models, whose shards they would misread."""
+    """Make DDP, FSDP and similar wrappers reject partitioned models.
+
+    They would treat this rank's shards as full parameters.
+    """
     before_wrappers(refuse_wrapper)
 
 
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
-    """Raise UsageError if a module to be wrapped by `wrapper` is, or contains, a partitioned model."""
+    """Raise UsageError if one of the modules to wrap is, or contains, a partitioned model."""
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
         if partitioned_in(module) is not None or isinstance(module, ModuleProxy):
             raise UsageError(
-                f"{wrapper} around a partitioned model", why="it would treat this rank's shards as full parameters",
-                hint="an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP",
-            )  # fmt: skip
+                f"{wrapper} cannot wrap a partitioned model",
+                why="it would treat this rank's shards as full parameters",
+                hint="use the mesh axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself, and zero=3 is FSDP",
+            )
 
 
 def partitioned_in(module: nn.Module) -> str | None:

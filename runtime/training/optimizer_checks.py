@@ -1,7 +1,7 @@
-"""Reject optimizers that need more than a rank stores, at their first step on a partitioned model.
+"""Reject optimizers that cannot work on the tensors that a rank stores, at their first step.
 
-Elementwise optimizers, such as SGD and Adam, run on local shards. All other optimizers run on parameters that behave as
-the full tensors, so that their sums and norms are right. Under `pp` these optimizers must treat each tensor separately.
+Elementwise optimizers, such as SGD and Adam, run on local shards. For all other optimizers, parameters behave as the
+full tensors, so that their sums and norms are right. Under `pp` these optimizers must treat each tensor separately.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OF_THE_MODEL = {
 
 @cache
 def patch_optimizers() -> None:
-    """Make optimizers that cannot work on shards raise OptionError at their first `step()` with shards."""
+    """Make optimizers that cannot train shards raise OptionError at their first step on such parameters."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
     for name in ELEMENTWISE:
         step_on_shards(getattr(torch.optim, name))
@@ -64,7 +64,7 @@ def patch_optimizers() -> None:
 def step_on_shards(kind: Any) -> None:
     """Make the step of an elementwise optimizer class run on local shards.
 
-    Hooks of the step are user code, so they run on full tensors.
+    Hooks of the step are user code, in which parameters behave as full tensors.
     """
     if getattr(kind.step, "hooked", False):  # torch has wrapped the class already, for an earlier optimizer
         kind.step = kind.profile_hook_step(_on_shards(kind.step.__wrapped__))
@@ -74,9 +74,9 @@ def step_on_shards(kind: Any) -> None:
 
 
 def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an elementwise step so that it runs on local shards, without Python code per operation.
+    """Decorate the step of an elementwise optimizer, so that it runs on local shards.
 
-    A closure is user code, so a step with a closure runs on full tensors.
+    In a step with a closure, which is user code, parameters behave as full tensors.
     """
 
     @functools.wraps(step)
@@ -95,7 +95,7 @@ _CHECKED: Any = WeakIdKeyDictionary()
 
 @on_local_values
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptionError if the optimizer needs more than a shard, UsageError for unreduced gradients."""
+    """Raise OptionError if an optimizer cannot train shards, UsageError if gradients are unreduced."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
@@ -122,11 +122,9 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
             else "pp: a stage's parameters on each rank"
         )
         raise OptionError(
-            f"{name} cannot train a shard of a model",
-            why=f"{of_model}, and a rank has a shard",
-            where=where,
-            hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
-        )
+            f"{name} cannot train a shard of a model", why=f"{of_model}, and a rank has a shard",
+            where=where, hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
+        )  # fmt: skip
     if sharded is not None and why:
         raise OptionError(
             f"{name} cannot train a shard of '{sharded.name}'",
@@ -138,20 +136,19 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
         separable = is_separable(optimizer, process.device)
         if separable is False:
             raise OptionError(
-                f"{name} cannot train the stages of a pipeline one by one",
-                why="it updates two matrices together differently from each matrix alone",
-                where="pp: a stage's parameters on each rank",
-                hint="torch.optim.AdamW, or a mesh without pp",
-            )
+                f"{name} cannot train the stages of a pipeline separately",
+                why="its update of a matrix depends on matrices of other stages",
+                where="pp: a stage's parameters on each rank", hint="torch.optim.AdamW, or a mesh without pp",
+            )  # fmt: skip
         if separable:
             allow_reductions_in(optimizer)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer of this class treats two halves of a matrix as it treats the matrix.
+    """Return True if an optimizer updates two halves of a matrix as it updates the full matrix.
 
-    Three steps with the options of `optimizer` are run on test matrices. The user's random state is not changed. None:
-    the steps cannot be run.
+    Tests this in three steps on a matrix, with the options of `optimizer`. The user's random state is not changed.
+    Returns None if the test fails to run.
     """
     matrix = torch.arange(24.0, device=device).reshape(6, 4)
     try:
@@ -166,10 +163,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
 
 
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if one optimizer treats two matrices as two optimizers treat one each.
+    """Return True if an optimizer updates two matrices together as it updates each matrix alone.
 
-    Three steps with the options of `optimizer` are run on test matrices. The user's random state is not changed. None:
-    the steps cannot be run.
+    Tests this in three steps on two matrices, with the options of `optimizer`. The user's random state is not changed.
+    Returns None if the test fails to run.
     """
     matrices = [torch.arange(24.0, device=device).reshape(6, 4), torch.arange(10.0, device=device).reshape(2, 5) + 1]
     try:
@@ -182,7 +179,11 @@ def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool
 
 
 def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return the change of each matrix in three steps. Values and gradients are functions of `elements`."""
+    """Return by how much an optimizer changes test matrices in three steps.
+
+    Args:
+        elements: determine the values and gradients of each matrix.
+    """
     parameters = [nn.Parameter(element.sin()) for element in elements]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "lr" in options:

@@ -27,7 +27,8 @@ class StepOptions:
 
     Attributes:
         loss_scale: factor of the loss before it is differentiated. The returned loss is not multiplied.
-        num_tokens: divisor of the loss sum over labels. None: the number of labels that count in the batch.
+        num_tokens: divisor of the sum of losses over labels. None: the number of labels in the batch that are not
+            ignored.
         outputs: return the model's outputs too.
     """
 
@@ -55,18 +56,25 @@ class StepOptions:
                 hint="step(..., outputs=True), which returns (loss, outputs)",
             )
         if num_tokens is not None and kwargs.get("num_items_in_batch") is not None:
-            raise InputError("num_tokens= and num_items_in_batch= are both given", why="each is what the sum over "
-                             "labels is divided by", hint="one of the two; num_tokens= suits every model")  # fmt: skip
+            raise InputError(
+                "num_tokens= and num_items_in_batch= are both given", why="each is the divisor of the sum over labels",
+                hint="one of the two; num_tokens= suits every model",
+            )  # fmt: skip
         scale = 1.0 if loss_scale is None else _number("loss_scale", loss_scale)
         tokens = None if num_tokens is None else _number("num_tokens", num_tokens)
         if tokens is not None and tokens <= 0:
-            raise InputError(f"num_tokens={tokens} is not a number of labels", why="it must be 1 or more",
-                             hint="how many labels count in all the batches whose gradients are added up")  # fmt: skip
+            raise InputError(
+                f"num_tokens={tokens} is not a number of labels", why="it must be 1 or more",
+                hint="the number of labels in all batches whose gradients are accumulated",
+            )  # fmt: skip
         return cls(float(scale), tokens, outputs)
 
     @property
     def text(self) -> str:
-        """Text of the options that must be equal on all ranks: `, loss_scale=1024.0`."""
+        """Options that differ from their defaults, as text for the comparison between ranks.
+
+        For example, `, loss_scale=1024.0`.
+        """
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         return "".join(f", {name}={value}" for name, value in changed)
 
@@ -79,7 +87,7 @@ def scaled(loss: Tensor, scale: float) -> Tensor:
 class _Scaled(Function):
     """Autograd function: identity in forward; backward multiplies the gradient by a number.
 
-    So the value of the loss stays exact, and finite in half precision.
+    Multiplying the gradient, not the loss, keeps the loss exact, and finite in half precision.
     """
 
     @staticmethod
@@ -106,7 +114,7 @@ def _number(name: str, value: float | Tensor) -> float:
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise InputError if the model has an input with the name of an option of `step`."""
+    """Raise InputError if an input of the model has the name of an option of `step`."""
     inputs = inspect.signature(model.forward).parameters if names else ()
     for name in [name for name in names if name in inputs]:
         raise InputError(
@@ -119,7 +127,8 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
     """Make the loaded stages divide the sum of losses by `num_tokens`. A collective call.
 
-    Raises InputError on every rank if the loss is no mean over labels, or if this batch alone has more labels.
+    Raises InputError on every rank if the loss is not a mean over labels, or if this batch has more than `num_tokens`
+    labels.
     """
     label_count = program.label_count
     if not isinstance(label_count, LabelCount):

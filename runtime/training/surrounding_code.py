@@ -1,4 +1,4 @@
-"""Interaction with code around calls of a partitioned model: `torch.compile`, a second `backward`."""
+"""Interaction with user code around calls of a partitioned model: `torch.compile`, `backward`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ outside_inference_mode: Any = isolated_trace
 
 @functools.cache
 def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
-    """Exclude these methods from `torch.compile` around a partitioned model, which runs its own graphs."""
+    """Exclude these methods of a partitioned model from `torch.compile` of the user's code.
+
+    They run graphs that autopart compiles itself.
+    """
     reason = "stages of a partitioned model are compiled by parallelize(..., compile=True)"
     for method in methods:
         setattr(kind, method, torch.compiler.disable(getattr(kind, method), reason=reason))
@@ -26,7 +29,7 @@ def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
 
 @functools.cache
 def explain_backward() -> None:
-    """Patch `backward()`: for a detached tensor, such as a step's loss, its error explains the reason."""
+    """Patch `Tensor.backward` to raise a clear error for a tensor without a graph, such as a step's loss."""
     torch_backward = Tensor.backward
 
     @functools.wraps(torch_backward)
@@ -37,8 +40,8 @@ def explain_backward() -> None:
             return torch_backward(self, *args, **kwargs)
         except RuntimeError as error:
             raise UsageError(
-                "backward() of a tensor that needs no gradient",
-                why=f"the loss that pm.step(...) returns is detached, for its backward has run ({error})",
+                "backward() is called on a tensor that requires no gradient",
+                why=f"the loss of pm.step(...) is detached, because step() has run the backward already ({error})",
                 hint="loss = pm.step(**batch) without backward(); or loss = pm(**batch), and loss.backward()",
             ) from error
 

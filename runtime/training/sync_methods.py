@@ -1,4 +1,4 @@
-"""Methods of a partitioned model that concern `dp_sync`."""
+"""Methods of a partitioned model for `dp_sync`: data-parallel methods other than gradient all-reduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopart.runtime.shards.shard_owners import parameters_of
 
 
 class SyncMethods:
-    """Mixin of `ParallelModule` for data-parallel communication other than an all-reduce of gradients."""
+    """Mixin of `ParallelModule` for `dp_sync`: data-parallel methods other than gradient all-reduce."""
 
     _local_parameters: Mapping[str, nn.Parameter]
     _traced: Callable[[str], Program]
@@ -26,12 +26,12 @@ class SyncMethods:
     _reset_executables: Callable[[], None]
 
     def _adopt_sync(self, program: Program) -> None:
-        """Choose the data-parallel synchronisation that the module's newest program needs."""
+        """Choose the data-parallel synchronisation for a new program of the module."""
         self._data_sync = sync_for(program, self._data_sync)
         self._data_sync.adopt(program, self._local_parameters)
 
     def _sync_with_methods(self, program: Program) -> Any:
-        """Return the synchronisation of `autopart.extras.dp_sync`. Load it if the program has no method."""
+        """Return the synchronisation that runs `dp_sync` methods. Create it if the module uses all-reduce."""
         if (sync := with_methods(self._data_sync)) is not self._data_sync:
             self._data_sync = sync
             sync.adopt(program, self._local_parameters)
@@ -39,17 +39,18 @@ class SyncMethods:
 
     @on_local_values
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hook this optimizer's steps to average the replicas.
+        """Hook the steps of an optimizer to average the models of the data ranks.
 
-        Needed for `"gossip:ring"`, `"local:16"` and other methods of models, once, before the first step. With other
-        methods it does nothing. Raises UsageError for an optimizer of other parameters.
+        Call it once before the first step with a `dp_sync` that averages models, such as `"gossip:ring"` or
+        `"local:16"`. With other settings of `dp_sync` it does nothing. Raises UsageError if the optimizer has no
+        parameters of this module.
 
         Example: `pm.attach(optimizer); pm.step(**batch); optimizer.step()`
         """
         program = self._traced("attach()")
         optimized = set(map(id, parameters_of(optimizer)))
         if not any(id(parameter) in optimized for parameter in self._local_parameters.values()):
-            raise UsageError("attach() of an optimizer that has none of this module's parameters",
+            raise UsageError("attach() is called for an optimizer that has none of this module's parameters",
                              hint="optimizer = torch.optim.AdamW(pm.parameters()); pm.attach(optimizer)")  # fmt: skip
         if self._data_sync.changes_models:
             self._sync_with_methods(program).attach(optimizer)
@@ -58,10 +59,10 @@ class SyncMethods:
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Register a DDP communication hook that replaces the gradient all-reduce over the data ranks.
 
-        The hook is unchanged: `hook(state, bucket)` returns a future of one tensor. It runs once a step for every
-        bucket of this rank's parameters, after their gradients are reduced over other axes (`cp`, tied parameters). A
-        state, or `process_group`, without a group gets that of the data ranks. Raises UsageError for a hook that cannot
-        run, OptionError in addition to another `dp_sync`.
+        Hooks written for DDP work without changes: `hook(state, bucket)` returns a future of one tensor. The hook runs
+        once per step for every bucket of this rank's parameters. Before it runs, gradients are reduced over other axes
+        (`cp`) and for tied parameters. If `state` has no process group, the group of the data ranks is used. Raises
+        UsageError for a hook that cannot run, OptionError if another `dp_sync` is set.
 
         Example:
             state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2)
@@ -76,11 +77,13 @@ class SyncMethods:
     def dp_sync_state_dict(self, data_ranks: int | None = None) -> dict[str, Any]:
         """Return the state of the `dp_sync` methods: {"steps": ..., "name.error": tensor, ...}.
 
-        Save it with the model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh. State that
-        differs between data ranks is [data ranks, *shape]. State of gradients is in units of a rank's mean gradient.
+        Save it with the model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh. If a tensor
+        differs between data ranks, it has the shape [data ranks, *shape]. State with the units of a gradient is scaled
+        as the gradient of one rank's mean loss.
 
         Args:
-            data_ranks: number of data ranks that saved the checkpoint, to load it on another number.
+            data_ranks: number of data ranks that saved the checkpoint, if it is loaded on a different number of data
+                ranks.
 
         Example:
             torch.distributed.checkpoint.save({"sync": pm.dp_sync_state_dict()}, checkpoint_id="step100")
@@ -95,7 +98,7 @@ class SyncMethods:
     def load_dp_sync_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `dp_sync_state_dict`, after the model's state.
 
-        If another number of data ranks saved it, each rank takes the mean of all. Raises CheckpointError if it does not
-        fit.
+        If a different number of data ranks saved it, each rank takes the mean over those ranks. Raises CheckpointError
+        if the state does not fit the module's `dp_sync`.
         """
         self._sync_with_methods(self._traced("load_dp_sync_state_dict()")).load_state_dict(state)

@@ -1,7 +1,7 @@
-"""Deferred initialisation: run a constructor with one parameter in memory at a time, keep the shards.
+"""Deferred initialisation: run a constructor with few parameters in memory, and keep only shards.
 
-The constructor runs unmodified, with the random numbers of a run on one device. When it proceeds to other parameters,
-the memory of earlier parameters is freed, and only this rank's shards of these are kept. If the constructor fills a
+The constructor runs unmodified, with the random numbers of a run on one device. When it proceeds to the next
+parameters, earlier parameters are freed, and only this rank's shards of them are kept. If the constructor fills a
 parameter again (transformers does so at the end), the parameter gets new memory.
 """
 
@@ -48,7 +48,10 @@ class ReadsEarlier(Exception):
 
 
 def constructor_of(model: nn.Module) -> Build | None:
-    """Return a function that creates the model from its config, as transformers' classes do; else None."""
+    """Return a function that calls the model's class with the model's config, as for transformers.
+
+    Returns None if the model has no config, or its class takes other arguments.
+    """
     kind, config = type(model), getattr(model, "config", None)
     if config is None:
         return None
@@ -70,10 +73,10 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a model's constructor from the current state of torch's CPU generator, and restores this state.
+    """Runs a model's constructor from the current state of torch's CPU generator. The state is restored.
 
     Args:
-        draws_matter: buffers with random values must equal those of a run on one device.
+        draws_matter: random values in buffers must equal those of a run on one device.
 
     Attributes:
         buffers: {name: tensor} of the constructed model's buffers and plain tensor attributes.
@@ -91,7 +94,7 @@ class Constructor:
             self._run(lambda names, full: {}, ())
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> dict[str, Tensor]:
-        """Return {name: this rank's shard} in the dtype in which the constructor creates it."""
+        """Construct the model. Return {name: this rank's shard}, in the dtype of the constructed parameter."""
 
         def shard(names: Sequence[str], full: Tensor) -> dict[str, Tensor]:
             return {name: local_shard_of(full.detach(), cuts[name]).clone() for name in cuts.keys() & set(names)}
@@ -99,7 +102,7 @@ class Constructor:
         return self._run(shard, cuts)
 
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Run the constructor. Return {name: shard}, which `shard` computes from each parameter."""
+        """Run the constructor, and apply `shard` to each parameter. Return {name: shard}."""
         run = _OneAtATime(self.order, shard)
         try:
             if not self._at_once:
@@ -124,8 +127,8 @@ class Constructor:
     def _run_on_meta(self, draws_matter: bool) -> bool:
         """Run the constructor with meta parameters, to find its buffers and the order of its parameters.
 
-        Returns False if the buffers can differ from those of a real run, because the constructor read values of
-        parameters or drew random numbers.
+        Returns False if buffers can differ from those of a real run. That is the case if the constructor reads values
+        of parameters or draws random numbers.
         """
         parameters: list[nn.Parameter] = []
 
@@ -162,7 +165,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A parameter that a module has registered: its index, and its shards once its memory is freed."""
+    """A registered parameter: its index, and, when its memory is freed, its shards."""
 
     number: int
     parameter: nn.Parameter
@@ -171,14 +174,14 @@ class _Tracked:
 
 
 class _OneAtATime(TorchDispatchMode):
-    """Dispatch mode in which a parameter has memory only while the constructor works on it.
+    """Dispatch mode in which parameters have memory only while the constructor works on them.
 
-    A few earlier parameters stay in memory. Together they are no larger than the largest parameter.
+    The parameters in memory are together no larger than the model's largest parameter.
 
     Attributes:
         order: names of each parameter, in order of registration.
         shard: function that computes which shards of a parameter to keep.
-        problem: why the constructor cannot run in this mode; empty if it can.
+        problem: reason why the constructor cannot run in this mode, or "".
     """
 
     def __init__(self, order: Sequence[tuple[str, ...]], shard: Shard):
@@ -191,7 +194,7 @@ class _OneAtATime(TorchDispatchMode):
         self.problem = ""
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Start to manage the memory of a parameter that a module registers."""
+        """Start to manage the memory of a parameter. Hook that runs when a module registers the parameter."""
         if parameter is None or parameter.is_meta or _storage(parameter) in self._tracked:
             return
         self.registered.append(parameter)
@@ -216,7 +219,7 @@ class _OneAtATime(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def finish(self, model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Return {name: kept shard} of the constructed model."""
+        """Return {name: shard} of the constructed model, for the names `wanted`."""
         if self.problem:  # the constructor has caught the exception and gone on
             raise ReadsEarlier
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -234,7 +237,7 @@ class _OneAtATime(TorchDispatchMode):
         return kept
 
     def _use(self, keys: Sequence[int]) -> None:
-        """Allocate memory for these parameters, and free memory of other parameters above the limit."""
+        """Give these parameters memory, and free the memory of the parameters used longest ago."""
         self._open = {key: size for key, size in self._open.items() if key not in keys}
         largest = max((tracked.size_bytes for tracked in self._tracked.values()), default=0)
         needed_bytes = sum(self._tracked[key].size_bytes for key in keys)
@@ -262,7 +265,7 @@ class _OneAtATime(TorchDispatchMode):
 
 
 def _trim_memory() -> None:
-    """Return freed memory to the system.
+    """Return freed memory to the operating system.
 
     glibc keeps freed blocks of up to 32 MB, and does not reuse aligned ones.
     """
@@ -272,7 +275,7 @@ def _trim_memory() -> None:
 
 
 def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
-    """Return {name: tensor} of a model's buffers and tensor attributes."""
+    """Return {name: tensor} of a model's buffers, and of tensors that are plain attributes of modules."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in vars(module).items():
@@ -288,7 +291,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
-    """Return the names in the model of each of these parameters; () for a parameter that it lacks."""
+    """Return for each parameter a tuple of its names in the model, () if the model lacks it."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -296,5 +299,5 @@ def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[s
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if it has none."""
+    """Return an identifier of a tensor's storage; 0 if it has none."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

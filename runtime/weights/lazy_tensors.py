@@ -1,8 +1,8 @@
-"""Lazy tensors: tensors that stay in their files, with a known shape, from which boxes can be read.
+"""Lazy tensors: tensors of known shape that stay in files. Rectangular slices of them can be read.
 
-A model library converts a checkpoint to its model (stack experts, concatenate gate and up, split a fused projection,
-transpose) by calling functions of torch. A `LazyTensor` implements these functions and returns another `LazyTensor`. So
-the library's own code computes where every element of the model is stored in the files.
+A model library converts a checkpoint to its model by calling functions of torch: it stacks experts, concatenates gate
+and up, splits a fused projection, or transposes. A `LazyTensor` implements these functions and returns another
+`LazyTensor`. So the library's own code determines where every element of the model is stored in the files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class UnsupportedByLazyTensor(Exception):
 class LazyTensor:
     """A tensor in a file, or a tensor computed from several such tensors.
 
-    It has `shape` and `dtype` as a tensor. Torch functions that it does not implement raise UnsupportedByLazyTensor.
+    It has the attributes `shape` and `dtype`. Torch functions that it does not implement raise UnsupportedByLazyTensor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
-        """Write into `out` the elements of the box that starts at `offsets` and has the shape of `out`."""
+        """Read the rectangular slice that starts at index `offsets` and has the shape of `out` into `out`."""
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Read the boxes that make up a shard of this tensor into `out`, cast to the dtype of `out`."""
+        """Read a shard of this tensor, which consists of rectangular slices, into `out`, in `out`'s dtype."""
         for box in boxes:
             index = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
             self.read_box(box.offsets, out[index])
@@ -49,7 +49,7 @@ class LazyTensor:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         raise UnsupportedByLazyTensor(name)
 
     @property
@@ -153,7 +153,7 @@ class _Stacked(LazyTensor):
 
 
 def _common(values: Sequence[Any]) -> Any:
-    """Return the value that all entries have. Raises UnsupportedByLazyTensor if entries differ."""
+    """Return the value that all entries equal. Raises UnsupportedByLazyTensor if entries differ."""
     if not values or any(value != values[0] for value in values):
         raise UnsupportedByLazyTensor(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
     return values[0]

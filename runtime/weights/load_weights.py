@@ -1,7 +1,7 @@
 """The option `weights=`: parameters from files or a constructor. A rank materialises only its shards.
 
-The user's model defines shapes and names. The trace uses a meta copy of the model, whose parameters have no memory. Its
-buffers, which are replicated, are real.
+The user's model defines shapes and names. It is traced as a meta copy, in which parameters have no memory. Buffers are
+replicated, so the copy has them in memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class WeightSource(Protocol):
     """Source of weights: files, or a constructor.
 
     Attributes:
-        subject: (name, text) of the source. The text must be equal on all ranks.
-        notes: texts for the user.
+        subject: (name, text) that describes the source. Ranks compare the text.
+        notes: warnings for the user.
     """
 
     @property
@@ -49,8 +49,8 @@ class WeightSource(Protocol):
     @property
     def notes(self) -> Sequence[str]: ...
 
-    def held(self) -> Mapping[str, Tensor]:
-        """{name: tensor} of buffers and other tensors that are not parameters."""
+    def non_parameters(self) -> Mapping[str, Tensor]:
+        """{name: tensor} of buffers and of tensors that are plain attributes."""
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's shard) of parameters, on the host."""
@@ -60,9 +60,9 @@ class Weights:
     """Weights of a model, as the option `weights=` defines them.
 
     Attributes:
-        model: meta copy of the user's model.
-        problem: error if the weights cannot be used. Then `model` is the user's model. The error is raised only after
-            the ranks have compared their calls, so that no rank waits for this one.
+        model: meta copy of the user's model; the user's model if there is a problem.
+        problem: error if the weights cannot be used. It is raised only after the ranks have compared their calls, so
+            that no rank waits for this one.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Callable[[], nn.Module]):
@@ -75,19 +75,19 @@ class Weights:
         self._dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
         try:
             self._origin = _origin(model, source)
-            self.model = _skeleton(model, self._origin.held())
+            self.model = _meta_model(model, self._origin.non_parameters())
             self.subject, self.notes = self._origin.subject, self._origin.notes
         except AutopartError as error:
             self.problem = error
             self.subject = (SUBJECT, str(error))
 
     def check(self) -> None:
-        """Raise the CheckpointError in `problem`, if any."""
+        """Raise the error in `problem`, if any."""
         if self.problem is not None:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """Return the user's model and its parameter of this name; None if the user's model is deleted."""
+        """Return the user's model and its parameter `name`; None if the user has deleted the model."""
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
@@ -98,7 +98,7 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Materialise these parameters of the meta copy in full, if they have no memory."""
+        """Load the full values of these parameters into the meta copy, if they have no memory yet."""
         empty = {name: model.get_parameter(name) for name in names}
         empty = {name: parameter for name, parameter in empty.items() if not has_memory(parameter)}
         for name, value in self.read(dict.fromkeys(empty, ())) if empty else ():
@@ -138,7 +138,7 @@ class Construction:
         missing = [name for name in parameters if name not in shapes]
         _check_fit("the model that weights= makes", model, missing, misfits, shapes.keys() - parameters.keys())
 
-    def held(self) -> Mapping[str, Tensor]:
+    def non_parameters(self) -> Mapping[str, Tensor]:
         return self._constructor.buffers
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
@@ -169,7 +169,7 @@ class Checkpoint:
         self.notes = [*_conversions(path, tensors, self._meta_tensors), *_ignored(path, model, extra)]
         self._check_ties(path, model, tensors)
 
-    def held(self) -> Mapping[str, Tensor]:
+    def non_parameters(self) -> Mapping[str, Tensor]:
         values = dict(self.read({name: () for name in self._tensors if name not in self._parameters}))
         missing = self._meta_tensors.keys() - self._parameters - self._have_values - values.keys()
         if missing and self._build is not None:
@@ -188,7 +188,7 @@ class Checkpoint:
                 yield name, value
 
     def _match(self, model: nn.Module) -> tuple[dict[str, LazyTensor], list[str]]:
-        """Match tensors of the files to the model.
+        """Match tensors of the files with tensors of the model.
 
         Returns {name in the model: tensor in the files}, and the names in the files that the model lacks.
         """
@@ -198,7 +198,7 @@ class Checkpoint:
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
-        """Record the source of each tensor of the model; a tied one can have any of its names.
+        """Record the file tensor of each tensor of the model. A tied tensor can have any of its names.
 
         Returns the names of tensors that the files lack.
         """
@@ -215,7 +215,7 @@ class Checkpoint:
         return missing
 
     def _check_ties(self, path: str | Path, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> None:
-        """Raise CheckpointError if the files have different values for two names of a tied tensor."""
+        """Raise CheckpointError if the files have different values under two names of a tied tensor."""
         for names in _names_of_each(model):
             first, *others = [name for name in names if name in tensors] or [""]
             for other in others:
@@ -229,7 +229,7 @@ class Checkpoint:
 
 
 def _names_of_each(model: nn.Module) -> list[list[str]]:
-    """Return all names of each tensor in the model's state dict."""
+    """Return for each tensor in the model's state dict a list of all its names."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -238,7 +238,7 @@ def _names_of_each(model: nn.Module) -> list[list[str]]:
 
 
 def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
-    """Return True if two tensors are bitwise identical, reading some rows at a time."""
+    """Return True if two tensors are bitwise identical. Reads a few rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = one.shape[0] if one.shape else 1
@@ -253,18 +253,18 @@ def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
     return True
 
 
-def _misfits(name: str, tensor: LazyTensor, form: Tensor) -> Iterator[str]:
-    """Yield the reasons why a tensor of the files does not fit the model's tensor `form`."""
-    if tensor.shape != tuple(form.shape):
-        yield f"'{name}' is {list(tensor.shape)}, in the model {list(form.shape)}"
-    elif tensor.dtype != form.dtype and not {tensor.dtype, form.dtype} <= FLOATS:
-        yield f"'{name}' is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, in the model {DTYPE_NAMES[form.dtype]}"
+def _misfits(name: str, tensor: LazyTensor, expected: Tensor) -> Iterator[str]:
+    """Yield a text if a tensor of the files differs from the model's in shape or incompatible dtype."""
+    if tensor.shape != tuple(expected.shape):
+        yield f"'{name}' is {list(tensor.shape)}, in the model {list(expected.shape)}"
+    elif tensor.dtype != expected.dtype and not {tensor.dtype, expected.dtype} <= FLOATS:
+        yield f"'{name}' is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, in the model {DTYPE_NAMES[expected.dtype]}"
 
 
 def _check_fit(
     what: str, model: nn.Module, missing: Sequence[str], misfits: Sequence[str], extra: Collection[str]
 ) -> None:
-    """Raise CheckpointError, listing every mismatch, if a tensor is missing or has another shape or dtype."""
+    """Raise CheckpointError with a list of all tensors that are missing or do not fit the model."""
     if not missing and not misfits:
         return
     lines = [f"it has no {listing(missing)}" + (f"; it has {listing(sorted(extra))}" if extra else "")] * bool(missing)
@@ -278,7 +278,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
-    """Return a note on tensors whose dtype is converted while they are read."""
+    """Return a warning about tensors whose dtype is converted on loading, as a list of at most one text."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
@@ -298,17 +298,17 @@ def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[s
     return [f"{name} has no place for some of the checkpoint at {path}, left out: {listing(extra)}."] if extra else []
 
 
-def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
-    """Return a meta copy of the model: parameters without memory, and `held` as its other tensors.
+def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of the model with meta parameters, and `non_parameters` as its other tensors.
 
-    Raises CheckpointError if a buffer or other tensor would have no values.
+    Raises CheckpointError if a buffer or other tensor has no values.
     """
     twins: dict[int, Tensor] = {}
     for parameter in model.parameters():
         twins[id(parameter)] = emptied(parameter, _real_device(parameter))
     on_meta: list[tuple[str, Tensor]] = []
     for name, tensor in buffers_and_attributes(model).items():
-        value = held.get(name)
+        value = non_parameters.get(name)
         if id(tensor) in twins:
             continue
         if tensor.requires_grad and not tensor.is_leaf:  # a hook computes it before every forward
@@ -329,7 +329,7 @@ def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
     except CannotCopy as error:
         raise CheckpointError(
             f"{type(model).__name__} cannot be partitioned without its values", why=str(error),
-            hint="load its weights into it, and leave weights= out",
+            hint="load weights into the model before parallelize(), and leave weights= out",
         ) from None  # fmt: skip
 
 

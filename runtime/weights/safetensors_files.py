@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint in safetensors files, of which each rank reads only its elements.
+"""Tensors of a checkpoint in safetensors files. Each rank reads only the elements that it needs.
 
-The safetensors library reads the format. It maps files into memory, and pages that were read count as memory of this
-process until the file is unmapped. So files are closed when the bytes read exceed the size of the largest tensor.
+The safetensors library maps files into memory. Pages that were read count as memory of this process until the file is
+unmapped. So files are closed when the bytes read exceed the size of the largest tensor.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class SafetensorsFiles:
     read, or if a file is incomplete.
 
     Args:
-        path: a `.safetensors` file, or a folder with `model.safetensors`, with `model.safetensors.index.json` and the
-            files it names, or with other `.safetensors` files.
+        path: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder with such files.
 
     Attributes:
         text: digest of names, dtypes and shapes, which ranks compare.
@@ -58,9 +57,11 @@ class SafetensorsFiles:
         self._close()
 
     def read(self, file: Path, name: str, window: Any, size_bytes: int) -> Tensor:
-        """Return a slice of a tensor as a view of the file. Copy it before the next read.
+        """Return a slice of a tensor as a view of the mapped file. Copy it before the next read.
 
-        `size_bytes`: bytes of the rows that contain the slice.
+        Args:
+            window: index of the slice.
+            size_bytes: bytes of the rows that contain the slice, all of which count as memory.
         """
         if self._mapped_bytes + size_bytes > self._largest_bytes:
             self._close()
@@ -68,14 +69,14 @@ class SafetensorsFiles:
         return self._file(file).get_slice(name)[window]
 
     def _add(self, file: Path, listed: Sequence[str] | None) -> list[str]:
-        """Add the tensors of a file. Return lines about the file and each tensor, for the digest."""
+        """Add the tensors of a file. Return the lines that describe the file in the digest."""
         opened = self._file(file)
         names = sorted(opened.keys())
         absent = sorted(set(listed or ()) - set(names))
         if absent:
             raise CheckpointError(
-                f"the index at {self.path} names tensors that are not there: {listing(absent)}",
-                why=f"according to the index they are in {file.name}", hint="copy the folder again, all of it",
+                f"the index at {self.path} names tensors that are missing: {listing(absent)}",
+                why=f"according to the index they are in {file.name}", hint="copy the complete folder again",
             )  # fmt: skip
         lines = [f"{file.name} {file.stat().st_size}"]
         for name in names:
@@ -111,7 +112,7 @@ class SafetensorsFiles:
 
 
 class _Stored(LazyTensor):
-    """Lazy tensor that is stored in a file as it is."""
+    """Lazy tensor that is stored in one file."""
 
     def __init__(self, files: SafetensorsFiles, file: Path, name: str, file_slice: Any):
         self.files, self.file, self.name = files, file, name
@@ -130,7 +131,7 @@ class _Stored(LazyTensor):
 
 
 def listing(names: Sequence[str]) -> str:
-    """Return the first eight names, and how many more there are."""
+    """Format the first eight names, and the number of further names."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(f"'{name}'" for name in names[:8]) + more
 
@@ -144,7 +145,7 @@ def _library() -> tuple[Callable[..., Any], type[Exception]]:
 
 
 def _files_of(path: Path) -> dict[Path, list[str] | None]:
-    """Return {file of a checkpoint: tensor names that an index lists for it, or None without an index}."""
+    """Return {file of a checkpoint: the names that an index lists for it, or None without an index}."""
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else {path: None}
     if not path.is_dir():
@@ -178,8 +179,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise CheckpointError(
-            f"{index} names files that are not there: {listing(absent)}",
-            why=f"of its {len(files)} files, {len(files) - len(absent)} are there",
-            hint="copy the folder again, all of it",
-        )
+            f"{index} names files that do not exist: {listing(absent)}",
+            why=f"{len(files) - len(absent)} of its {len(files)} files exist", hint="copy the complete folder again",
+        )  # fmt: skip
     return files

@@ -1,7 +1,7 @@
 """Find the tensors of a transformers model in a checkpoint, by transformers' table of conversions.
 
-`from_pretrained` renames the tensors of a checkpoint and converts them (stack experts, fuse gate and up). This file
-calls the same table and functions with lazy tensors.
+`from_pretrained` renames the tensors of a checkpoint and converts them: it stacks experts, or fuses gate and up. This
+file calls the same conversion functions with lazy tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _OLD_BUFFERS = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Return True for a transformers model of version 5 or later, which converts checkpoints by a table."""
+    """Return True for a model of transformers 5 or later, which converts checkpoints by a table."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel) and hasattr(model, "is_custom_code")
 
 
 def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
-    """Return {name in the model's state dict: lazy tensor}, and checkpoint names without a counterpart.
+    """Return {name in the model's state dict: lazy tensor}, and checkpoint names that the model lacks.
 
-    Raises CheckpointError if a conversion needs more than moving elements.
+    Raises CheckpointError if a conversion changes values instead of only moving elements.
     """
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversions: Any = importlib.import_module("transformers.conversion_mapping")
@@ -56,12 +56,12 @@ def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, La
         new = loading.WeightRenaming(name, target) if pattern is None else deepcopy(converters[pattern])
         transform = transforms.setdefault(target, new)
         transform.add_tensor(target, name, name if pattern is None else pattern, tensors[name])
-    return _converted(model, transforms), _not_ignored(model, extra, "_keys_to_ignore_on_load_unexpected")
+    return _converted(model, transforms), _without_ignored(model, extra, "_keys_to_ignore_on_load_unexpected")
 
 
 def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
-    """Return the names that `from_pretrained` requires in a checkpoint."""
-    return _not_ignored(model, names, "_keys_to_ignore_on_load_missing")
+    """Return those of `names` that `from_pretrained` requires in a checkpoint."""
+    return _without_ignored(model, names, "_keys_to_ignore_on_load_missing")
 
 
 def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTensor]:
@@ -83,18 +83,19 @@ def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTenso
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
             f"the checkpoint cannot be read shard by shard for {', '.join(shown)}{more}",
-            why=f"transformers converts it for {type(model).__name__} by more than moving elements of tensors",
-            hint="from_pretrained(folder).save_pretrained(other, save_original_format=False), once where the model "
-            "fits, and weights=other",
+            why=f"transformers converts it for {type(model).__name__} by computing values, not only by moving elements",
+            hint="load the full model once with from_pretrained(folder), call .save_pretrained(other, "
+            "save_original_format=False), and pass weights=other",
         )
     return tensors
 
 
-def _not_ignored(model: Any, names: Iterable[str], attribute: str) -> list[str]:
-    """Return the names of which the model does not allow that they are missing or unexpected.
+def _without_ignored(model: Any, names: Iterable[str], patterns_attribute: str) -> list[str]:
+    """Return the names without those that `from_pretrained` ignores.
 
-    `attribute`: class attribute of the model that lists name patterns to ignore.
+    Args:
+        patterns_attribute: class attribute of the model with regular expressions of names to ignore.
     """
-    patterns = [_OLD_BUFFERS, *(getattr(model, attribute, None) or ())]
+    patterns = [_OLD_BUFFERS, *(getattr(model, patterns_attribute, None) or ())]
     passed_over = re.compile("|".join(f"({pattern})" for pattern in patterns))
     return [name for name in names if passed_over.search(name) is None]

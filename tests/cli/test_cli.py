@@ -218,25 +218,27 @@ def test_check_steps_can_fail():
 # Errors
 
 ERRORS = [
-    (["plan", "--mesh", "tp2"], "name one model\n  try    --model"),
+    (["plan", "--mesh", "tp2"], "exactly one of --model and --hf-config is needed\n  try    --model"),
     (["plan", "--model", "test_cli:gpt2", "--mesh", "tp2", "--memory", "100kB"], "on a rank, and memory is 100 kB\n"),
-    (["plan", "--model", "test_cli:gpt2", "--hf-config", "c.json", "--mesh", "tp2"], "name one model"),
-    (["plan", "--model", "test_cli:gpt2"], "name the mesh\n  try    --mesh pp2,dp2,tp2"),
+    (["plan", "--model", "test_cli:gpt2", "--hf-config", "c.json", "--mesh", "tp2"], "exactly one of --model and "
+     "--hf-config is needed"),
+    (["plan", "--model", "test_cli:gpt2"], "no mesh is named\n  try    --mesh pp2,dp2,tp2"),
     (["plan", "--model", "test_cli:gpt2", "--mesh", "xx2"], "unknown mesh axis 'xx'"),
     (["plan", "--model", "test_cli", "--mesh", "tp2"], "--model test_cli names no callable"),
     (["plan", "--model", "no_such.module:f", "--mesh", "tp2"], "no_such.module:f: there is no module 'no_such'"),
     (["plan", "--model", "test_cli:missing", "--mesh", "tp2"], "--model test_cli:missing: 'test_cli' has no 'missing'"),
     (["plan", "--model", "test_cli:NOT_CALLABLE", "--mesh", "tp2"], "is a int, not a callable"),
     (["plan", "--model", "test_cli:no_model", "--mesh", "tp2"], "test_cli:no_model() returned a tuple of int, int"),
-    (["plan", "--model", "test_cli:model_only", "--mesh", "tp2"], "--model test_cli:model_only gives no example call"),
-    (["plan", "--model", "test_cli:gpt2", "--mesh", "tp2", "--batch", "4"], "--batch is for --hf-config"),
+    (["plan", "--model", "test_cli:model_only", "--mesh", "tp2"], "--model test_cli:model_only returns no example "
+     "inputs"),
+    (["plan", "--model", "test_cli:gpt2", "--mesh", "tp2", "--batch", "4"], "--batch only applies to --hf-config"),
     (["plan", "--model", "test_cli:gpt2", "--mesh", "tp2", "--hardware", "abacus"], "no hardware profile 'abacus'"),
     (["plan", "--model", "test_cli:gpt2", "--mesh", "tp2", "-o", "no/such/dir/plan.json"], "cannot write no/such/dir/"),
     (["plan", "--hf-config", "missing.json", "--mesh", "tp2"], "there is no config at missing.json"),
     (["explain", "missing.json"], "there is no plan at missing.json"),
-    (["explain", "plan.json", "--model", "test_cli:gpt2"], "name a plan or a model, not both"),
-    (["explain"], "name the mesh"),
-    (["verify", "--model", "test_cli:gpt2"], "name the mesh"),
+    (["explain", "plan.json", "--model", "test_cli:gpt2"], "explain takes a plan or a model, not both"),
+    (["explain"], "no mesh is named"),
+    (["verify", "--model", "test_cli:gpt2"], "no mesh is named"),
     (["verify", "--model", "test_cli:gpt2", "--plan", "p.json", "--schedule", "1f1b"],
      "--schedule cannot be combined with --plan"),
     (["run", "--model", "test_cli:gpt2", "--mesh", "tp2"], "mesh tp2 needs 2 processes"),
@@ -300,7 +302,9 @@ def test_python_m_autopart():
 @pytest.mark.large
 def test_python_m_autopart_exits_with_2():
     done = process(sys.executable, "-m", "autopart", "plan", "--mesh", "tp2")
-    assert done.returncode == 2 and done.stderr.startswith("name one model"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("exactly one of --model and --hf-config is needed"), (
+        done.stderr
+    )
 
 
 def test_import_does_not_need_transformers():

@@ -156,9 +156,9 @@ def small(tmp_path, **sizes):
 @pytest.mark.large
 def test_a_config_is_planned_at_its_own_length_and_says_so(tmp_path):
     shape, said = tokens("--hf-config", small(tmp_path, n_positions=384))
-    assert shape == [8, 384] and "8 rows x 384 tokens a step; --batch and --sequence change it" in said
+    assert shape == [8, 384] and "8 samples x 384 tokens a step; --batch and --sequence change it" in said
     shape, said = tokens("--hf-config", small(tmp_path, n_positions=384), "--sequence", 96)
-    assert shape == [8, 96] and "8 rows x 96 tokens a step, of the 384 tokens that the config allows" in said
+    assert shape == [8, 96] and "8 samples x 96 tokens a step, of the 384 tokens that the config allows" in said
 
 
 @pytest.mark.large
@@ -166,7 +166,7 @@ def test_what_is_computed_is_short_and_says_so(tmp_path):
     result = invoke("verify", "--hf-config", small(tmp_path, n_positions=384), "--mesh", "tp2", "--batch", 2)
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
-    assert "2 rows x 128 tokens a step, of the 384 tokens that the config allows; --sequence changes it" in said
+    assert "2 samples x 128 tokens a step, of the 384 tokens that the config allows; --sequence changes it" in said
 
 
 @pytest.mark.large

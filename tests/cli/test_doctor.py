@@ -147,7 +147,10 @@ def test_the_model_is_named_as_elsewhere():
     assert CliRunner().invoke(main, ["doctor", "--model", "test_doctor:small"]).stdout == SMALL + VERSIONS
     both = CliRunner().invoke(main, ["doctor", "test_doctor:small", "--model", "test_doctor:small"])
     assert both.exit_code == 2
-    assert both.output == "two models are named\n  try    autopart doctor test_doctor:small\n"
+    assert (
+        both.output
+        == "a model is named twice: as an argument and by --model\n  try    autopart doctor test_doctor:small\n"
+    )
 
 
 RECURRENT = """\

@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh: int": (lambda: autopart.Mesh.parse(4),
         "MeshError: mesh=4 gives a number of devices but no axes\n  why    only plan and parallelize choose the "
         "axes; this function needs their names\n  try    mesh='tp4', mesh={'dp': 4}, "
-        "or that of autopart.plan(model, 4, ...)"),
+        "or the mesh of autopart.plan(model, 4, ...)"),
     "mesh: no devices": (plan(0),
         "OptionError: devices=0 is not a number of devices\n  why    it must be an integer from 1"),
     "mesh: bool": (plan(True),
@@ -191,11 +191,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh: text size": (plan({"tp": "2"}),
         "MeshError: mesh axis 'tp' has size '2'\n  why    a size is an integer from 1"),
     "mesh: cp": (plan("cp2"),
-        "LayoutError: cp=2 has nothing to cut\n  why    no matrix product of the model has a sequence dim: its "
+        "LayoutError: cp=2 has nothing to shard\n  why    no matrix product of the model has a sequence dim: its "
         "inputs are input "
         "[8, 4]\n  try    leave cp out of the mesh; dp shards any batch"),
     "mesh: ep": (plan("ep2"),
-        "LayoutError: ep=2 has nothing to cut\n  why    the model has no experts: all tokens go through all of its "
+        "LayoutError: ep=2 has nothing to shard\n  why    the model has no experts: all tokens go through all of its "
         "matrix products\n  try    leave ep out of the mesh; dp shards any batch"),
     # what a mesh cannot split
     "tp: divides nothing": (skip("tp3"),
@@ -205,8 +205,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter, and no "
         "embedding table that can be sharded\n  try    leave tp out of the mesh; dp works for any model"),
     "tp: runs whole": (plan("tp2", lambda: nn.LSTM(4, 4)),
-        "LayoutError: tp=2 divides no matrix product of the model\n  why    the sizes would divide, but every rank "
-        "runs lstm in full\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "
+        "LayoutError: tp=2 divides no matrix product of the model\n  why    their sizes are divisible, but every "
+        "rank runs lstm in full\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for "
+        "any "
         "model"),
     "pp: too many stages": (skip("pp64"),
         "StageError: the model cannot be split into 64 stages\n  why    it has 38 operators that depend on "
@@ -229,8 +230,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # options
     "recompute": (plan(recompute="everything"), "OptionError: unknown recompute='everything'\n"
         "  try    recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"),
-    "recompute: no word": (skip("dp2", recompute={"layers.0": "all"}), "OptionError: recompute of 'layers.0' is 'all'\n"
-        "  why    a mode is 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
+    "recompute: no word": (skip("dp2", recompute={"layers.0": "all"}), "OptionError: unknown recompute mode 'all' for "
+        "'layers.0'\n"
+        "  why    the modes are 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
         "  try    recompute={'model.layers.[0-3]': 'full', '*': 'none'}"),
     "recompute: no block": (skip("dp2", recompute="layers.9=full"),
         "OptionError: recompute of 'layers.9' matches no block of the model\n"
@@ -270,14 +272,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: schedule='gpipe' needs a pipeline\n  why    the mesh dp2 has no axis pp\n  try    mesh='pp2', "
         "or leave it out"),
     "schedule: microbatches": (skip("pp2", schedule="1f1b_2bw", microbatches=1),
-        "StageError: schedule='1f1b_2bw' cannot run 2 stages on pp=2 with 1 microbatches\n  why    it needs at least 2 "
-        "microbatches\n  try    microbatches=2"),
+        "StageError: schedule='1f1b_2bw' cannot run 2 stages on pp=2 with 1 microbatches\n  why    this schedule needs "
+        "at least 2 microbatches\n  try    microbatches=2"),
     "schedule: one stage each": (skip("pp2", schedule="gpipe", virtual_stages=2),
-        "StageError: schedule='gpipe' cannot run 4 stages on pp=2 with 8 microbatches\n  why    it runs one stage "
-        "per rank, not 2\n  try    virtual_stages=1"),
+        "StageError: schedule='gpipe' cannot run 4 stages on pp=2 with 8 microbatches\n  why    this schedule runs "
+        "one stage per rank, not 2\n  try    virtual_stages=1"),
     "schedule: two stages each": (skip("pp2", schedule="zbv", virtual_stages=1),
-        "StageError: schedule='zbv' cannot run 2 stages on pp=2 with 8 microbatches\n  why    it runs two stages per "
-        "rank, not 1\n  try    virtual_stages=2"),
+        "StageError: schedule='zbv' cannot run 2 stages on pp=2 with 8 microbatches\n  why    this schedule runs two "
+        "stages per rank, not 1\n  try    virtual_stages=2"),
     # models
     "no module": (plan("dp2", lambda: print),
         "TraceError: a builtin_function_or_method is not a model\n  why    autopart partitions an nn.Module\n  try    "
@@ -288,8 +290,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "batchnorm.py:{batch_norm_line} (1)\n"
         "  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "random numbers": (plan("dp2", Counts),
-        "TraceError: poisson draws random numbers whose distribution the model computes\n  why    ranks must draw "
-        "equal numbers, and no formula separates the random numbers from the values\n  where  poisson at "
+        "TraceError: poisson draws random numbers whose distribution the model computes\n  why    all ranks must "
+        "draw equal numbers, and no formula computes them from numbers of a fixed distribution\n  where  poisson at "
         "test_errors.py:{counts_line}\n  try    draw them outside the model and pass them in"),
     "exact random numbers": (lambda: autopart.verify(Leaky(), "dp2", example_kwargs=x()),
         "OptionError: rng='exact' cannot reproduce the random numbers of a single device\n  why    torch draws "
@@ -298,7 +300,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "local_batch": (lambda: autopart.parallelize(linear(), "tp1", local_batch="mine"),
         "OptionError: unknown local_batch='mine'\n  try    True (each data rank passes its own samples) or False"),
     "local_batch: search": (lambda: autopart.parallelize(linear(), 2, example_kwargs=input_(), local_batch=True),
-        "OptionError: local_batch=True with mesh=2\n  why    the search chooses over how many ranks the batch is "
+        "OptionError: local_batch=True cannot be combined with mesh=2\n  why    the search chooses over how many "
+        "ranks the batch is "
         "split\n"
         "  try    name the axes, for example mesh='dp2,tp4'"),
     "unknown random numbers": (lambda: autopart.parallelize(linear(), "tp1", rng="slow"),
@@ -476,7 +479,7 @@ def on_two_ranks(mesh: str, use: str) -> Any:
     raise AssertionError(use)
 
 
-SAME_BATCH = "give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"
+SAME_BATCH = "pass the same global batch on every rank; or parallelize(..., local_batch=True), and pass local samples"
 
 
 def disagree(first: str, second: str, where: str) -> str:
@@ -499,8 +502,8 @@ RANK_CASES = {
         "products have dims 5\n  where  linear at test_errors.py:{linear_line} (linear)\n  try    tp=5",
     ("dp2", "shapes"): disagree("step(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[4,32], y f64[4,32]) in "
         "train mode", "step 1"),
-    ("tp2", "values"): "InputError: the ranks are called with different values of ids\n  why    every rank takes the "
-        "whole batch, and computes its part of it\n  where  forward 1: rank 1 unlike rank 0\n"
+    ("tp2", "values"): "InputError: the ranks are called with different values of ids\n  why    every rank must "
+        "be passed the full global batch, of which it computes its shard\n  where  forward 1: rank 1 unlike rank 0\n"
         f"  try    {SAME_BATCH}",
     ("pp2", "modes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "forward(x f64[8,32], y f64[8,32]) "
         "in eval mode", "forward 1"),
@@ -510,24 +513,24 @@ RANK_CASES = {
     ("dp2", "unequal rows"): "InputError: the ranks are given different numbers of samples\n  why    rank 0: 4 "
         "samples; rank 1: 5 samples\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and "
         "DataLoader(..., drop_last=True)",
-    ("tp2", "others' rows"): "InputError: the ranks are called with different values of ids\n  why    ranks with one "
-        "data_rank compute parts of the same rows\n  where  forward 1: rank 1 unlike rank 0\n  try    "
+    ("tp2", "others' rows"): "InputError: the ranks are called with different values of ids\n  why    ranks with "
+        "equal data_rank compute the same samples\n  where  forward 1: rank 1 unlike rank 0\n  try    "
         "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks",
     **dict.fromkeys([("dp2", "example"), ("tp2", "example"), ("pp2", "example")],
-        "RuntimeSetupError: the ranks start differently: they differ in the example's inputs\n  why    the example's "
+        "RuntimeSetupError: the ranks differ in the example's inputs\n  why    the example's "
         "inputs: rank 0: x f64[8,32]; rank 1: x f64[4,32]\n  try    an example of the same shapes and dtypes on every "
         "rank"),
-    ("dp2", "no_sync in parts"): "UsageError: no_sync() on a model whose parameters are sharded (zero=)\n"
+    ("dp2", "no_sync in parts"): "UsageError: no_sync() is not supported for sharded parameters (zero=)\n"
         "  why    'layers.0.weight' is sharded over dp: every backward reduce-scatters its gradient\n  try    "
-        "microbatches=4: one step of a batch that is four times as large, split; or zero=0",
+        "microbatches=4 in one step of a batch that is four times as large; or zero=0",
     ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are reduced over the ranks\n"
         "  why    the current gradients were computed inside no_sync(), and each rank has a partial gradient\n  "
         "try    run the last call before the optimizer's step outside no_sync(): it reduces all of them",
     ("dp2", "norm"): "OptionError: max_norm=nan is not a norm to clip gradients to\n  why    it must be a number, "
         "0 or more\n  try    pm.clip_grad_norm_(1.0)",
-    ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
-        "the hook would see this rank's partial gradient, not that of the whole batch\n  try    remove it, and change "
-        "p.grad before optimizer.step()",
+    ("dp2", "hook"): "UsageError: the gradient hook of 'layers.0.weight' cannot run inside no_sync()\n  why    "
+        "the hook would see this rank's partial gradient, not that of the whole batch\n  try    remove the hook, and "
+        "change p.grad before optimizer.step()",
 }  # fmt: skip
 
 

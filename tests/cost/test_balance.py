@@ -54,9 +54,9 @@ def test_it_is_in_the_plan(planned):
     plan = planned("ep2", balance=1.25)
     assert Plan.from_json(plan.to_json()).balance == 1.25
     text = " ".join(plan.explain().split())
-    assert "balance=1.25: the fullest rank has 1.25 times the mean of the rows of experts; a rank that has all " in text
+    assert "balance=1.25: the busiest rank gets 1.25 times the mean number of expert tokens; with all tokens it" in text
     even = planned("ep2")
-    assert "balance=1: all ranks have as many of the rows of experts; a rank that has all of them takes" in " ".join(
+    assert "balance=1: the busiest rank gets the mean number of expert tokens; with all tokens it needs" in " ".join(
         even.explain().split()
     )
     assert replace(planned("ep2", balance=1), text="").to_json() == even.to_json()
@@ -86,7 +86,7 @@ REFUSED = {
                 "  why    it is the tokens on the most loaded rank over the mean of all ranks, at least 1\n"
                 "  try    balance=1.25"),
     "large": ({"balance": 3}, "OptionError: balance=3 is too large for ep2\n"
-              "  why    a rank that has all tokens has 2 times the mean over 2 ranks\n"
+              "  why    the most loaded of 2 ranks can have at most 2 times the mean number of tokens\n"
               "  try    balance=2, or less"),
 }  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_a_plan_and_its_formula_keep_to_it(planned):
         plan.cost.at(ep=1)
     model, batch = mixture()
     plan = autopart.plan(model, "ep2", example_kwargs=batch, balance=1.5)
-    with pytest.raises(AutopartError, match=r"balance=1\.25 contradicts the plan, which says 1\.5"):
+    with pytest.raises(AutopartError, match=r"balance=1\.25 contradicts the plan, which has 1\.5"):
         autopart.verify(model, "ep2", example_kwargs=batch, plan=plan, balance=1.25)
 
 

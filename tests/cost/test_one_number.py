@@ -140,7 +140,7 @@ def test_an_old_plan_says_the_simulated_step():
 
 def test_an_old_plan_without_timing_says_whose_number_it_has():
     text = old_plan(timing={}).explain()
-    assert "1 ms by the formula of an older autopart, of peaks alone" in text and "MFU" not in text
+    assert "1 ms by the formula of an older autopart, from peak FLOP/s only" in text and "MFU" not in text
     bare = old_plan(timing={}, cost={}).explain()
     assert "a step of" not in bare and "a step is" in bare
 
@@ -156,7 +156,7 @@ def test_found_plans_are_told_and_ordered_by_their_own_steps():
     assert steps == sorted(steps) == [plan.cost["step_time_s"] for plan in plans]
     for plan, step in zip(plans, steps, strict=True):
         needed = max(row["total"] for row in plan.memory)
-        told = f"{quantity(step, 's')} a step of 16 rows x 64 tokens, {quantity(needed, 'B')} a rank; "
+        told = f"{quantity(step, 's')} a step of 16 samples x 64 tokens, {quantity(needed, 'B')} a rank; "
         assert told in plan.notes[-1] and "about" not in plan.notes[-1].partition(";")[0]
     others = [note for note in plans[0].notes if " x the time" in note]
     assert all(re.search(r": about [\d.]+ \S+ a step, about ", note) for note in others)
@@ -166,12 +166,13 @@ def test_found_plans_are_told_and_ordered_by_their_own_steps():
 
 
 @pytest.mark.parametrize(("inputs", "said"), [
-    ({"input_ids": ("int64", [8, 128]), "labels": ("int64", [8, 128])}, "8 rows x 128 tokens"),
-    ({"input_ids": ("int64", [8, 128]), "decoder_input_ids": ("int64", [8, 32])}, "8 rows x 128 and 32 tokens"),
-    ({"pixels": ("float32", [4, 3, 32, 32]), "labels": ("int64", [4])}, "4 rows x 3 x 32 x 32"),
-    ({"x": ("float32", [1, 16]), "target": ("int64", [1, 5])}, "1 row x 16"),
-    ({"positions": ("int64", [1, 128]), "ids": ("int64", [4, 128]), "mask": ("bool", [4, 128])}, "4 rows x 128 tokens"),
-    ({"x": ("float64", [7])}, "7 rows"),
+    ({"input_ids": ("int64", [8, 128]), "labels": ("int64", [8, 128])}, "8 samples x 128 tokens"),
+    ({"input_ids": ("int64", [8, 128]), "decoder_input_ids": ("int64", [8, 32])}, "8 samples x 128 and 32 tokens"),
+    ({"pixels": ("float32", [4, 3, 32, 32]), "labels": ("int64", [4])}, "4 samples x 3 x 32 x 32"),
+    ({"x": ("float32", [1, 16]), "target": ("int64", [1, 5])}, "1 sample x 16"),
+    ({"positions": ("int64", [1, 128]), "ids": ("int64", [4, 128]), "mask": ("bool", [4, 128])},
+     "4 samples x 128 tokens"),
+    ({"x": ("float64", [7])}, "7 samples"),
     ({"scale": ("float64", [])}, ""),
 ])  # fmt: skip
 def test_what_a_step_takes(inputs, said):
@@ -254,7 +255,7 @@ def test_the_command_line_says_what_it_wrote(tmp_path, profile):
     result = CliRunner().invoke(main, ["plan", *map(str, asked)])
     assert result.exit_code == 0, result.output
     said = words(result.output)
-    assert "a step is 16 rows x 64 tokens" in said and "IT DOES NOT FIT, small has" in said
+    assert "a step is 16 samples x 64 tokens" in said and "IT DOES NOT FIT, small has" in said
     assert ADVICE.strip() in said and "zero=3 takes" in said and "the peak of float32 without TF32" in said
     assert all(len(line) <= 80 for line in result.output.splitlines() if line.startswith("  "))
 

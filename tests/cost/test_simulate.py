@@ -170,7 +170,9 @@ def test_a_plan_from_a_file_says_the_same():
 
 
 def test_a_plan_without_timing_is_refused():
-    with pytest.raises(PlanError, match=r"the plan has no 'timing'\n.*part of a plan that autopart has made"):
+    with pytest.raises(
+        PlanError, match=r"the plan has no 'timing'\n.*a plan that autopart has made stores the durations"
+    ):
         autopart.simulate(replace(zoo_plan("tp2"), timing={}))
 
 

@@ -338,7 +338,7 @@ def test_a_split_backward_needs_the_time_of_its_parts():
 
 def test_what_a_schedule_cannot_run():
     with pytest.raises(StageError, match="at least 2 microbatches"):
-        timeline("1f1b", 2, 2, 1, ONES)
+        timeline("1f1b_2bw", 2, 2, 1, ONES)
     with pytest.raises(StageError, match="2 stages on pp=2 need a schedule"):
         timeline(None, 2, 2, 1, ONES)
 

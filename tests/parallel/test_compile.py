@@ -192,9 +192,10 @@ def test_a_plan_says_that_it_is_compiled(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ({"compile": "yes"}, "compile='yes' is not a choice\n  try    compile=True, or False"),
+    ({"compile": "yes"}, "compile='yes' is neither True nor False\n  try    compile=True, or False"),
     ({"compile": True, "schedule": "zbv"},
-     "compile=True with schedule='zbv'\n  why    the schedule splits the backward in two, and a compiled stage cannot"
+     "compile=True cannot be combined with schedule='zbv'\n  why    the schedule runs the backward in two parts, and a "
+     "compiled stage has one backward"
      "\n  try    another schedule, for example '1f1b' or 'interleaved_1f1b'"),
 ])  # fmt: skip
 def test_what_cannot_be_compiled(options, text):
@@ -207,7 +208,7 @@ def test_what_cannot_be_compiled(options, text):
 def test_what_contradicts_a_plan():
     model, batch = example()
     plan = autopart.plan(model, "tp2", example_kwargs=batch)
-    with pytest.raises(OptionError, match="compile=True contradicts the plan, which says False"):
+    with pytest.raises(OptionError, match="compile=True contradicts the plan, which has False"):
         autopart.verify(model, "tp2", example_kwargs=batch, plan=plan, compile=True)
 
 

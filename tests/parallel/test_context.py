@@ -131,10 +131,10 @@ def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
 
 
 @pytest.mark.parametrize(("made", "mesh", "text"), [
-    (zoo.skip_mlp, "cp2", "cp=2 has nothing to cut\n"
+    (zoo.skip_mlp, "cp2", "cp=2 has nothing to shard\n"
      "  why    no matrix product of the model has a sequence dim: its inputs are x [8, 32], y [8, 32]\n"
      "  try    leave cp out of the mesh; dp shards any batch"),
-    (lambda: (Mixed(), {"x": torch.randn(4, 4, 10)}), "cp2", "cp=2 cuts nothing of the model\n"
+    (lambda: (Mixed(), {"x": torch.randn(4, 4, 10)}), "cp2", "cp=2 shards nothing of the model\n"
      "  why    its operators need the full sequence at once\n"
      "  where  conv1d at test_context.py:LINE (mix)\n"
      "  try    leave cp out of the mesh; dp shards any batch"),
@@ -301,7 +301,7 @@ def test_heads_that_are_too_few_to_exchange_are_told(mesh):
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, mesh, example_kwargs=batch, context="ulysses")
     assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == (
-        "context='ulysses' is impossible\n  why    the heads of this attention do not divide over cp\n"
+        "context='ulysses' is not possible\n  why    the heads of this attention cannot be divided evenly over cp\n"
         "  where  scaled_dot_product_attention at modeling_llama.py:LINE (model.layers.0.self_attn)\n"
         "  try    context='auto', or 'gather'"
     )

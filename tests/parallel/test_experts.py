@@ -142,11 +142,12 @@ def test_experts_need_not_divide_on_processes():
 
 
 @pytest.mark.parametrize(("made", "mesh", "text"), [
-    (zoo.llama, "ep2", "ep=2 has nothing to cut\n"
+    (zoo.llama, "ep2", "ep=2 has nothing to shard\n"
      "  why    the model has no experts: all tokens go through all of its matrix products\n"
      "  try    leave ep out of the mesh; dp shards any batch"),
     (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
-     "  why    there are 4; unequal shards need two per rank on average, and one on the last rank\n"
+     "  why    there are 4 experts; unequal shards need at least two experts per rank on average, and one on the "
+     "last rank\n"
      "  where  expert_linear at expert_models.py:LINE\n"
      "  try    ep=2, 4"),
 ])  # fmt: skip
@@ -162,8 +163,8 @@ def test_stages_with_experts_are_not_compiled():
     with pytest.raises(OptionError) as error:
         autopart.plan(model, "ep2", example_kwargs=batch, compile=True)
     assert str(error.value) == (
-        "compile=True is not supported on ep2\n  why    a compiled stage has fixed sizes; the number of rows of a "
-        "rank's experts is known only at run time\n  try    leave compile out, or dp in the place of ep"
+        "compile=True is not supported on ep2\n  why    a compiled stage has fixed sizes, and the number of tokens of "
+        "a rank's experts is known only at run time\n  try    leave compile out, or use dp in place of ep"
     )
 
 

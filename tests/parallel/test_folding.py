@@ -198,7 +198,7 @@ def test_a_rank_that_has_all_rows_is_of_all_axes(wide):
     plan, *fuller = (wide("ep2,tp2", ["tp"], sent=["ep"], balance=times) for times in (1, 2, 4))
     most = [max(row["total"] for row in one.memory) for one in (plan, *fuller)]
     assert most[0] < most[1] < most[2] == pytest.approx(plan.cost["worst_memory_bytes"], rel=1e-5)
-    assert "a rank that has all of them takes" in " ".join(plan.explain().split())
+    assert "with all tokens it needs" in " ".join(plan.explain().split())
 
 
 def test_axes_that_cut_experts_cut_as_one():
@@ -265,12 +265,14 @@ EXPERTS = "where  expert_linear at expert_models.py:LINE\n"
 REFUSED = {
     "too many ranks": ("cp2,ep2,tp2", folded(["cp", "tp"]), {},
         "LayoutError: experts cannot be sharded over cp=2 x ep=2 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal shards need two per rank on average, and one on the last rank\n"
+        "  why    there are 4 experts for 8 ranks; unequal shards need at least two experts per rank on average, "
+        "and one on the last rank\n"
         f"  {EXPERTS}"
         "  try    pins that shard them over cp and ep alone"),
     "no rank left": ("ep4,tp2", folded(["tp"]), {},
         "LayoutError: experts cannot be sharded over ep=4 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal shards need two per rank on average, and one on the last rank\n"
+        "  why    there are 4 experts for 8 ranks; unequal shards need at least two experts per rank on average, "
+        "and one on the last rank\n"
         f"  {EXPERTS}"
         "  try    pins that shard them over ep alone"),
     "dp": ("dp2,ep2", folded(["dp", "ep"], stacks=["up"]), {},
@@ -283,11 +285,12 @@ REFUSED = {
         "  try    'stages': {'cut_before': [...]}"),
     "compiled": ("tp2", folded(["tp"]), {"compile": True},
         "OptionError: compile=True is not supported on tp2\n"
-        "  why    a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time\n"
-        "  try    leave compile out, or the pins that shard experts"),
+        "  why    a compiled stage has fixed sizes, and the number of tokens of a rank's experts is known only at "
+        "run time\n"
+        "  try    leave compile out, or use a plan without pins that shard experts"),
     "balance": ("ep2,tp2", folded(["tp"]), {"balance": 5},
         "OptionError: balance=5 is too large for ep2,tp2\n"
-        "  why    a rank that has all tokens has 4 times the mean over 4 ranks\n"
+        "  why    the most loaded of 4 ranks can have at most 4 times the mean number of tokens\n"
         "  try    balance=4, or less"),
 }  # fmt: skip
 
@@ -319,10 +322,10 @@ def test_weights_that_something_else_reads_are_gathered_where_they_divide(expert
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, "cp2,ep2", example_kwargs=batch, pins=folded(["cp"]))
     assert str(error.value) == (
-        "ep cannot shard or gather dim 0 of up separately\n"
-        "  why    its 10 experts are also sharded unevenly over cp, and an operator other than the experts' products "
+        "ep cannot shard or gather dim 0 of up\n"
+        "  why    its 10 experts are sharded unevenly over cp too, and an operator other than the expert products "
         "uses them\n"
-        "  try    no pins that shard them over ep, or sizes of axes whose product divides them"
+        "  try    remove the pins that shard them over ep, or use axis sizes whose product divides their number"
     )
 
 
@@ -333,8 +336,9 @@ def test_a_plan_that_cuts_another_weight_twice_is_refused():
     with pytest.raises(PlanError) as error:
         autopart.verify(model, "ep2,tp2", example_kwargs=batch, plan=Plan.from_json(json.dumps(data)))
     assert str(error.value) == (
-        "the plan stores 'head.weight' as S(0) on ep\n"
-        "  why    tp shards dim 0 already; only experts are sharded over several axes, if there are enough\n"
+        "the plan's layout S(0) of 'head.weight' on ep is not possible\n"
+        "  why    tp shards dim 0 already; several axes can only shard the dim of experts, and only if there are "
+        "enough experts\n"
         "  where  line 1\n  try    R"
     )
 

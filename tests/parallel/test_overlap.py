@@ -231,13 +231,13 @@ def messages_of_a_step() -> list[tuple[int, bool]]:
     torch.manual_seed(0)
     model, batch = Uneven().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch)
-    begin_sum, sent = reductions.begin_sum, []
+    begin_all_reduce, sent = reductions.begin_all_reduce, []
 
     def sums(flat: Tensor, groups: Any) -> Any:
         sent.append((flat.numel(), flat.data_ptr()))
-        return begin_sum(flat, groups)
+        return begin_all_reduce(flat, groups)
 
-    with mock.patch.object(reductions, "begin_sum", sums):
+    with mock.patch.object(reductions, "begin_all_reduce", sums):
         pm.step(**batch)
     model(**batch).backward()
     for own, expected in zip(pm.parameters(), model.parameters(), strict=True):

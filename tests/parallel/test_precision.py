@@ -216,7 +216,7 @@ def test_a_plan_and_its_file_predict_the_same(mesh, zero):
     again = Plan.from_json(plan.to_json())
     assert (again.precision, again.reduce_dtype) == ("bf16", "fp32")
     assert autopart.simulate(again).step_time_s == pytest.approx(plan.cost["step_time_s"], rel=1e-9)
-    assert "precision    computed in bf16; gradients summed in fp32" in str(again.explain())
+    assert "precision    computed in bf16; gradients reduced in fp32" in str(again.explain())
     assert autopart.verify(model, mesh, example_kwargs=batch, plan=again).rounded.ok
 
 

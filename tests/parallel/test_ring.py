@@ -165,7 +165,7 @@ def test_what_has_no_ring_is_refused_by_name(made, why):
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, "cp2", example_kwargs=batch, context="ring")
     lines = str(error.value).splitlines()
-    assert lines[:2] == ["context='ring' is impossible on cp", f"  why    {why}"]
+    assert lines[:2] == ["context='ring' is not possible on cp", f"  why    {why}"]
     assert lines[2].startswith("  where  ") and lines[3] == "  try    context='gather'"
 
 

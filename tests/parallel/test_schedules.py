@@ -27,15 +27,27 @@ MODELS = ("gpt2", "skip_mlp")
 
 REFUSED = {  # what cannot run: the call's arguments, and what the error says
     "unknown name": (("zigzag", 2, 2, 4), "unknown schedule 'zigzag'", "gpipe, 1f1b"),
-    "stages no multiple of pp": (("interleaved_1f1b", 3, 2, 4), "3 is not a multiple of 2", "2 or 4 stages"),
+    "stages no multiple of pp": (
+        ("interleaved_1f1b", 3, 2, 4),
+        "the number of stages is not a multiple of pp=2",
+        "2 or 4 stages",
+    ),
     "two stages a rank in 1f1b": (("1f1b", 4, 2, 4), "one stage per rank, not 2", "virtual_stages=1"),
     "two stages a rank in gpipe": (("gpipe", 4, 2, 4), "one stage per rank, not 2", "virtual_stages=1"),
     "one stage a rank in zbv": (("zbv", 2, 2, 4), "two stages per rank, not 1", "virtual_stages=2"),
     "three stages a rank in dualpipev": (("dualpipev", 6, 2, 8), "two stages per rank, not 3", "virtual_stages=2"),
     "few microbatches in 1f1b_2bw": (("1f1b_2bw", 4, 4, 2), "at least 4 microbatches", "microbatches=4"),
     "few microbatches in dualpipev": (("dualpipev", 4, 2, 2), "at least 4 microbatches", "microbatches=4"),
-    "rounds of unequal length": (("interleaved_1f1b", 4, 2, 5), "2 rounds of equal length", "microbatches=4"),
-    "rounds of zero bubble": (("interleaved_zero_bubble", 8, 4, 9), "2 rounds of equal length", "microbatches=8"),
+    "rounds of unequal length": (
+        ("interleaved_1f1b", 4, 2, 5),
+        "cannot be split into 2 equal rounds",
+        "microbatches=4",
+    ),
+    "rounds of zero bubble": (
+        ("interleaved_zero_bubble", 8, 4, 9),
+        "cannot be split into 2 equal rounds",
+        "microbatches=8",
+    ),
 }
 
 

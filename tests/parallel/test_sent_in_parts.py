@@ -343,10 +343,10 @@ def test_the_plan_says_it(slow):
     _, plan = planned("gpt2", "pp2,tp2", slow)
     _, near = planned("gpt2", "pp2,tp2", "a100-80gb-sxm")
     said = " ".join(str(plan.explain()).split())
-    assert "sends in parts: each rank of tp sends one, and the next stage gathers them" in said
-    assert "sends in parts" not in " ".join(str(near.explain()).split())
+    assert "sends sharded: each rank of tp sends a shard, the next stage all-gathers" in said
+    assert "sends sharded" not in " ".join(str(near.explain()).split())
     row = next(row for row in plan.diff(replace(plan, scatter_sends=False)).rows)
-    assert (row.part, row.what, row.first, row.second) == ("scatter_sends", "between stages", "in parts", "whole")
+    assert (row.part, row.what, row.first, row.second) == ("scatter_sends", "between stages", "sharded", "in full")
     assert "scatter_sends" in DECIDING and Plan.from_json(plan.to_json()).scatter_sends
     text = json.dumps(json.loads(plan.to_json()) | {"scatter_sends": "tp"})
     with pytest.raises(PlanError, match="scatter_sends: 'tp' is not of type 'boolean'"):

@@ -116,7 +116,7 @@ def test_other_calls_follow_the_plan():
     found = decode(traced, read, Mesh.parse("cp2")).strategies["cp"].values()
     places = {place for strategy in found for place in strategy.outputs if place.is_shard}
     assert {place.dim for place in places} == {0, 1}  # of the table of places, and of all else
-    with pytest.raises(OptionError, match=r"sequence_dims={'x': 2} contradicts the plan, which says {'x': 1}"):
+    with pytest.raises(OptionError, match=r"sequence_dims={'x': 2} contradicts the plan, which has {'x': 1}"):
         autopart.parallelize(model, "cp2", plan=read, sequence_dims={"x": 2})
 
 
@@ -164,8 +164,8 @@ def two():
      "sequence_dims={'labels': 0} names the batch dim\n  why    labels has shape [8, 12]; dp shards the batch "
      "dim and cp the sequence dim\n  try    sequence_dims={'labels': 1}"),
     (two, "cp2", {"x": 1, "beside": 1}, LayoutError,
-     "sequence_dims names dims of unequal lengths\n  why    dim 1 of beside has 3 positions, dim 1 of x has 6, and no "
-     "operator can be sharded along that of beside\n  try    leave beside out, or name a dim of size 6"),
+     "sequence_dims names dims of unequal lengths\n  why    dim 1 of beside has size 3, dim 1 of x has size 6, and no "
+     "operator can be sharded along dim 1 of beside\n  try    leave beside out, or name a dim of size 6"),
     (two, "cp2", {"beside": 1}, LayoutError,
      "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model treats "
      "the 3 entries of dim 1 independently\n  try    leave beside out; the inputs are "

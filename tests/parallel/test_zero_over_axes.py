@@ -81,7 +81,7 @@ def test_what_does_not_divide_over_all_is_stored_over_fewer():
 def test_one_collective_gathers_over_all_axes():
     plan = stored(*zoo.llama(), "dp2,cp2")
     assert {row.axis for row in plan.collectives if row.forward == "all_gather"} == {"dp_cp", "cp"}
-    assert "parameters, gradients and state cut over dp x cp" in plan.explain()
+    assert "parameters, gradients and optimizer state sharded over dp x cp" in plan.explain()
 
 
 @pytest.mark.large

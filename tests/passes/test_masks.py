@@ -277,7 +277,7 @@ def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers)
             loss = pm.step(**batch)
         found.append((loss, pm.full_grads()))
         (module,) = stage_modules(pm)
-        *_, written = module.written.values()  # the last is that of this batch
+        *_, written = module.specialized_graphs.values()  # the last is that of this batch
         calls = [node for node in written.graph.graph.nodes if is_attention(node)]
         assert [node.target for node in calls] == [torch.ops.autopart.attention_dropout.default] * 2
         told = {"causal": True, "told": True, "all": False}.get(name) if recognises else None
@@ -392,7 +392,7 @@ def alternating(mesh):
         pm.zero_grad()
         _, loss, grads = zoo.reference(model, call)
         same_step(pm, call, loss, grads)
-    return [len(module.written) for module in stage_modules(pm)]
+    return [len(module.specialized_graphs) for module in stage_modules(pm)]
 
 
 @pytest.mark.few

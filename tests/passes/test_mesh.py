@@ -79,7 +79,8 @@ def test_ranks_are_those_of_a_device_mesh():
 
 
 @pytest.mark.parametrize(("mesh", "text"), [
-    (device_mesh(("tp", "dp"), (2, 2)), "the DeviceMesh orders its dims ('tp', 'dp')\n  why    ranks are numbered with "
+    (device_mesh(("tp", "dp"), (2, 2)), "the DeviceMesh has its dims in the order ('tp', 'dp')\n  why    ranks are "
+     "numbered with "
      "pp outermost, then dp, cp, ep, and tp innermost\n  try    pass the dims in this order"),
     (device_mesh(None, (2, 2)), "the DeviceMesh has no named dims\n  why    autopart finds its axes by name\n"
      "  try    init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"),

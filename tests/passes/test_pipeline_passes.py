@@ -90,7 +90,9 @@ def test_an_option_of_any_kind_parses_back():
      "take_apart{depth=1)+dict(a=1}", "take_apart{1}", "take_apart{**{}}", "one_linear{depth=2}"],
 )  # fmt: skip
 def test_a_text_that_is_not_a_pass(text):
-    with pytest.raises(OptionError, match=r"is not a pass\n  why    the options of [a-z_]+ are (depth: int|none)\n"):
+    with pytest.raises(
+        OptionError, match=r"is not a valid pass\n  why    the options of [a-z_]+ are (depth: int|none)\n"
+    ):
         Pass.parse(text, PASSES)
 
 
@@ -147,7 +149,7 @@ def test_an_error_has_the_pass_the_node_the_module_and_the_line(name, monkeypatc
     line, module = (r"torch\.addmm\(.*", "") if name == "one_linear" else (r".*# the source line", r" \(layers\.0\)")
     assert re.search(rf"\n  where  {re.escape(__file__)}:\d+: .*{line}{module}\n", text), text
     assert text.splitlines()[-1] == (
-        "  try    this is a fault of autopart: report it with the model, and with what AUTOPART_DUMP=folder writes"
+        "  try    this is a fault of autopart: report it with the model and the dump (AUTOPART_DUMP=folder)"
     )
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -379,7 +381,7 @@ def test_a_file_is_not_a_folder(tmp_path, below, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with environment(dump=tmp_path), pytest.raises(OptionError, match="why    it is not writable"):
+    with environment(dump=tmp_path), pytest.raises(OptionError, match="is not writable"):
         planned()
 
 

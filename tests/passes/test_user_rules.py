@@ -106,7 +106,7 @@ def test_explain_shows_it(tmp_path, capsys):
     model, batch = custom_model(mixes=True)
     made = autopart.plan(model, "tp2", example_kwargs=batch)
     text = str(made.explain())
-    assert "run whole on every rank" in text
+    assert "operators that run in full on every rank" in text
     assert f"1 {SUMS}: it has no sharding rule" in text
     assert f"try {made.unsharded[0]['try']}" in text
     made.save(tmp_path / "plan.json")

@@ -56,7 +56,7 @@ def test_what_runs_whole_need_not_be_said(plan):
         assert rows(plan, changed(plan, operators=said)) == []
     silent = {name: entry for name, entry in plan.operators.items() if name != "lm_head/linear"}
     text = plan.operators["lm_head/linear"]["tp"]
-    assert rows(plan, changed(plan, operators=silent)) == [("operators", "lm_head/linear", text, "whole")]
+    assert rows(plan, changed(plan, operators=silent)) == [("operators", "lm_head/linear", text, "replicated")]
 
 
 def test_a_layer_that_differs_is_named(plan):

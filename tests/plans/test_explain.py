@@ -89,7 +89,7 @@ def test_a_layout_edited_for_one_layer_is_shown(gpt2_plan):
 def test_balance_and_cost(gpt2_plan):
     text, cost = gpt2_plan.explain(), gpt2_plan.cost
     assert f"{100 * cost['imbalance']:.2f} % above" in text
-    assert f"{quantity(cost['step_time_s'], 's')} a step of 8 rows x 12 tokens" in text
+    assert f"{quantity(cost['step_time_s'], 's')} a step of 8 samples x 12 tokens" in text
     assert quantity(cost["forward_flops"], "FLOP") in text
 
 

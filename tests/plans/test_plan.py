@@ -261,11 +261,12 @@ WRONG = {
     # name: (what stands there, what is written instead, the texts the error must have; {line} is where it was written)
     "bad JSON": ('"schedule": {', '"schedule": {,', ["is not JSON", "Expecting property name", "{line}"]),
     "empty file": (None, "", ["is empty"]),
-    "missing section": ('"parameters": {', '"parametrs": {', ["form of a plan", "'parameters' is a required property"]),
+    "missing section": ('"parameters": {', '"parametrs": {', ["not a valid plan", "'parameters' is a required "
+    "property"]),
     "extra section": (
-        '"hardware"', '"extra": 1,\n  "hardware"', ["form of a plan", "'extra' was unexpected", "{line}"],
+        '"hardware"', '"extra": 1,\n  "hardware"', ["not a valid plan", "'extra' was unexpected", "{line}"],
     ),
-    "other format": ("autopart-plan/1", "autopart-plan/9", ["form of a plan", "format", "autopart-plan/1", "{line}"]),
+    "other format": ("autopart-plan/1", "autopart-plan/9", ["not a valid plan", "format", "autopart-plan/1", "{line}"]),
     "no placement": (
         HEAD, '"head.weight": {"tp": "S1"}', ["head.weight.tp", "'S1'", "{line}"],
     ),
@@ -273,25 +274,26 @@ WRONG = {
     "an axis of the batch": (
         HEAD, '"head.weight": {"tp": "S(0)", "dp": "S1"}', ["head.weight", "dp", "{line}"],
     ),
-    "unknown parameter": ('"head.bias"', '"head.bia"', ["places 'head.bia'", "not a parameter of the model", "{line}"]),
+    "unknown parameter": ('"head.bias"', '"head.bia"', ["layout for 'head.bia'", "not a parameter of the "
+    "model", "{line}"]),
     "unknown operator": (
         '"head/linear"', '"head/liner"', ["names 'head/liner'", "not an operator of the model", "{line}"],
     ),
     "no such dim": (
-        HEAD, '"head.weight": {"tp": "S(2)"}', ["as S(2)", "[32, 64]", "{line}"],
+        HEAD, '"head.weight": {"tp": "S(2)"}', ["layout S(2) of", "[32, 64]", "{line}"],
     ),
     "sections that do not divide": (
         HEAD, '"head.weight": {"tp": "S(1; sections=3)"}', ["size 64", "tp=2", "{line}"],
     ),
-    "a stored sum": ('"head.bias": {"tp": "R"}', '"head.bias": {"tp": "P"}', ["as P", "partial sum", "{line}"]),
+    "a stored sum": ('"head.bias": {"tp": "R"}', '"head.bias": {"tp": "P"}', ["layout P of", "partial sum", "{line}"]),
     "not in the rule": (
         '"S(1; sections=2), S(1; sections=2) -> P"', '"S(1; sections=2), S(1; sections=2) -> R"',
         ["sections=2) -> R'", "rule does not allow", "linear at", "{line}"],
     ),
-    "unknown cut": (CUT + '"', 'layers.5/liner"', ["before 'layers.5/liner'", "layers.5/linear", "{line}"]),
+    "unknown cut": (CUT + '"', 'layers.5/liner"', ["at 'layers.5/liner'", "layers.5/linear", "{line}"]),
     "cut at the start": (CUT + '"', 'layers.0/linear"', ["'layers.0/linear'", "a stage would be empty", "line"]),
-    "too many cuts": (f'"{CUT}"', f'"{CUT}", "layers.7/linear"', ["has 2 cuts", "2 stages need 1", "line"]),
-    "too few cuts": (f'"{CUT}"', "", ["has 0 cuts", "2 stages need 1", "line"]),
+    "too many cuts": (f'"{CUT}"', f'"{CUT}", "layers.7/linear"', ["has 2 stage boundaries", "2 stages need 1", "line"]),
+    "too few cuts": (f'"{CUT}"', "", ["has 0 stage boundaries", "2 stages need 1", "line"]),
     "unknown schedule": ('"name": "1f1b"', '"name": "2f2b"', ["schedule.name", "'2f2b'", "gpipe", "{line}"]),
     "batch that does not divide": (
         '"microbatches": 8', '"microbatches": 3', ["8 samples", "microbatches=3", "not a multiple of 3", "1, 2, 4, 8"],
@@ -330,7 +332,7 @@ def test_cuts_out_of_order_are_told(skip_plan, tmp_path):
     plan = autopart.plan(model, "pp3", example_kwargs=batch)
     plan = dataclasses.replace(plan, cuts=("layers.5/linear", "layers.2/linear"))
     with pytest.raises(
-        AutopartError, match=r"before 'layers.2/linear'\n.*a stage would be empty: cuts must be in the order"
+        AutopartError, match=r"at 'layers.2/linear'\n.*a stage would be empty: 'cuts' must be in the order"
     ):
         autopart.verify(model, "pp3", example_kwargs=batch, plan=plan)
 

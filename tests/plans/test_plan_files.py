@@ -32,7 +32,7 @@ NOT_PLANS = [
     (b" \n ", "is empty"),
     (b"\x00\x00", "is not JSON"),
     (b'{"format": "autopart-plan/1", ', "is not JSON"),
-    (b"[]", "does not have the form of a plan"),
+    (b"[]", "is not a valid plan"),
 ]
 
 

@@ -178,7 +178,7 @@ def test_an_error_of_autopart_is_raised_once_with_rank_and_line():
         if "RANK" in os.environ:
             model.apply(print)
 
-    with pytest.raises(InputError, match="the function trains nothing"):
+    with pytest.raises(InputError, match="the training function trains nothing"):
         verified(applies)
 
     def trains(model, batches):
@@ -207,9 +207,9 @@ def test_what_one_rank_alone_raises_is_named_and_nothing_waits():
 
 def test_what_cannot_be_run_is_refused():
     model, batches = data()
-    with pytest.raises(InputError, match="not a call of the model"):
+    with pytest.raises(InputError, match="cannot be called with the first batch"):
         autopart.verify_loop(logs_the_loss_of_a_rank, "tp2", model, batches)
-    with pytest.raises(InputError, match="fails with the plain model\n  why    ZeroDivisionError"):
+    with pytest.raises(InputError, match="fails with the unpartitioned model\n  why    ZeroDivisionError"):
         verified(lambda model, batches: 1 / 0)
     with pytest.raises(AutopartError, match="precision='bf16'\n  why    the proof is in float64"):
         verified(scales_by_the_shard, precision="bf16")

@@ -152,7 +152,7 @@ def test_a_loss_function_has_the_target_of_its_batch():
     assert same.ok and own.ok, f"{same}{own}"
     assert same.steps[0].loss == pytest.approx(own.steps[0].loss)
     assert same.steps[1].loss != pytest.approx(own.steps[1].loss)
-    with pytest.raises(InputError, match="1 of 2 batches have a 'target'"):
+    with pytest.raises(InputError, match="1 of 2 batches have the entry 'target'"):
         autopart.verify(model, "dp2", example_args=(inputs[0],), batches=[batches[0], {"input": inputs[1]}], **asked)
 
 

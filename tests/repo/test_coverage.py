@@ -196,7 +196,7 @@ def row(name, **found):
             "meshes": meshes | found.pop("meshes", {}), **found}  # fmt: skip
 
 
-NO_EXPERTS = {"exact": False, "error": {"type": "LayoutError", "text": "ep=2 has nothing to cut"}}
+NO_EXPERTS = {"exact": False, "error": {"type": "LayoutError", "text": "ep=2 has nothing to shard"}}
 
 
 def test_what_falls_short_is_said():
@@ -219,7 +219,7 @@ def test_what_falls_short_is_said():
     assert "bmm (1): slow (30.0%)" in text and "`aten::topk` | 1" in text and "needs a library (1): other" in text
     assert "| bad | C | tp2; tp4; pp2; pp2,tp2; dp2,pp2,tp2 | no | - |" in text
     assert "| good | C | all six | yes |" in text and "(`cp2`) 1 of 2 are exact" in text and "(`ep2`) 0 of 0" in text
-    assert "has nothing to cut" not in text and "bad (cp2)" in text
+    assert "has nothing to shard" not in text and "bad (cp2)" in text
 
 
 def test_an_interrupted_run_goes_on(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 import autopart
 from autopart.errors import InputError, RuntimeSetupError
 from autopart.runtime.consistency.checksums import WEIGHTED_WORDS, checksum
-from autopart.runtime.consistency.same_call import Given
+from autopart.runtime.consistency.same_call import ComparedCall
 
 WIDTH, ROWS = 8, 4
 
@@ -233,7 +233,7 @@ def test_ranks_at_different_steps():
 
 
 def marks_of(tensor):
-    return Given("step", 1, "", {"x": tensor}).numbers()[3:]
+    return ComparedCall("step", 1, "", {"x": tensor}).numbers()[3:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -254,7 +254,7 @@ def test_rounding_is_told_from_other_data(dtype, shape):
 def test_a_sample_moves_with_the_step():
     values = torch.zeros(10_000)
     values[5000] = 1
-    seen = [any(Given("step", number, "", {"x": values}).floats["x"][:4]) for number in range(40)]
+    seen = [any(ComparedCall("step", number, "", {"x": values}).floats["x"][:4]) for number in range(40)]
     assert any(seen) and not all(seen)
 
 

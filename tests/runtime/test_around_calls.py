@@ -91,7 +91,7 @@ def test_texts_of_steps_that_cannot_be():
     pm = partitioned()
     with pytest.raises(UsageError) as error:
         pm.step(X, loss_fn=F.cross_entropy, target=Y).backward()
-    assert text_of(error) == "backward() of a tensor that needs no gradient"
+    assert text_of(error) == "backward() is called on a tensor that requires no gradient"
     for p in pm.parameters():
         p.requires_grad_(False)
     with pytest.raises(UsageError) as error:
@@ -134,7 +134,8 @@ def test_trained_parameters_that_a_function_reads_are_refused_and_frozen_ones_ru
             call()
         assert str(error.value) == (
             "loss_fn has parameters of its own: make it a part of the model\n"
-            "  why    it reads a tensor of shape [4, 4] that needs a gradient, and pm.parameters() are the model's\n"
+            "  why    it reads a tensor of shape [4, 4] that needs a gradient, and pm.parameters() has only the "
+            "model's parameters\n"
             "  try    a module whose forward returns loss_fn(model(x), target); or loss_fn.requires_grad_(False)"
         )
     criterion.requires_grad_(False)

@@ -225,21 +225,21 @@ def compiled(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
 
 
 ORIGINALS = """on the model's own parameters would change nothing: Critic is partitioned
-  why    the partitioned model has parameters of its own, and only they have gradients
+  why    the partitioned model has its own copies of the parameters, and only the copies have gradients
   try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())"""
 CHANGED = """of a partitioned model would change nothing
   why    the program was traced from the original model
-  try    change the model before; values: pm.load_state_dict(...)"""
-WRAPPED = """around a partitioned model
+  try    change the model before parallelize(); to change values, use pm.load_state_dict(...)"""
+WRAPPED = """cannot wrap a partitioned model
   why    it would treat this rank's shards as full parameters
-  try    an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP"""
+  try    use the mesh axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself, and zero=3 is FSDP"""
 
 REFUSED: dict[Callable[..., None], str] = {
     step_of_an_older_optimizer: f"SGD.step() {ORIGINALS}",
     norm_of_the_originals: f"clip_grad_norm_ {ORIGINALS}",
-    other_weights: """this call is made with another tensor for 'up.weight'
-  why    functional_call or an assignment replaced it, but the program uses its own tensor
-  try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
+    other_weights: """the tensor 'up.weight' is replaced in this call
+  why    functional_call or an assignment replaced it, but the program uses the original tensor
+  try    use pm.load_state_dict(...) to change values, and the unpartitioned model to differentiate through updates""",
     another_layer: f"setting 'extra' {CHANGED}",
     another_layer_below: f"setting 'extra' {CHANGED}",
     another_layer_by_name: f"add_module() {CHANGED}",
@@ -255,16 +255,16 @@ REFUSED: dict[Callable[..., None], str] = {
     fsdp_around: f"FullyShardedDataParallel {WRAPPED}",
     fully_sharded_around: f"fully_shard() {WRAPPED}",
     fully_sharded_layer: f"fully_shard() {WRAPPED}",
-    one_around_it: """'pm.pm' of the model is partitioned already
-  why    a program cannot contain another
-  try    parallelize the outer model, with its original submodule""",
+    one_around_it: """the submodule 'pm.pm' of the model is partitioned already
+  why    a partitioned model cannot contain another partitioned model
+  try    parallelize the outer model with the original submodule""",
     a_layer_of_it: """this is a layer of a partitioned model
-  why    it has this rank's shards, and no operators
+  why    it holds this rank's shards of parameters, and cannot be run alone
   try    pass the original model's layer""",
     scaled_step_of_an_older_optimizer: f"unscaling {ORIGINALS}",
-    other_buffers: """this call is made with another tensor for 'offset'
-  why    functional_call or an assignment replaced it, but the program uses its own tensor
-  try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
+    other_buffers: """the tensor 'offset' is replaced in this call
+  why    functional_call or an assignment replaced it, but the program uses the original tensor
+  try    use pm.load_state_dict(...) to change values, and the unpartitioned model to differentiate through updates""",
     a_layer_appended: """a partitioned Sequential has no append()
   why    the program was traced with the layers that the model had
   try    change the model before parallelize()""",
@@ -276,13 +276,13 @@ REFUSED: dict[Callable[..., None], str] = {
   try    model.load_state_dict(pm.full_state_dict()); model.up.reset_parameters(...)""",
     twice: """the model is partitioned already
   why    it is a result of parallelize(), not a model
-  try    pass the original model; pm.plan is the plan of this one""",
+  try    pass the original model; the plan of the partitioned model is pm.plan""",
     wrapped_in_ddp: """the model is wrapped in DistributedDataParallel
   why    autopart partitions the model itself
   try    parallelize(model.module, ...)""",
     wrapped_by_fully_shard: """fully_shard() was applied to the model
   why    its parameters are shards already
-  try    parallelize the model without it: zero=3 does the same""",
+  try    parallelize the model without it: zero=3 shards parameters in the same way""",
     compiled: """the model is wrapped in OptimizedModule
   why    autopart partitions the model itself
   try    parallelize(model._orig_mod, ...)""",

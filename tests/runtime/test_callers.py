@@ -94,8 +94,9 @@ def test_a_second_thread_is_refused_at_once_and_one_after_the_other_is_fine():
             call()
         assert str(error.value) == (
             f"{name}() is called while another thread runs step()\n"
-            "  why    ranks pair their collectives by their order, which two threads do not keep\n"
-            "  try    all calls of pm from one thread, or one after the other (a queue, or a lock around each)"
+            "  why    ranks match their collectives by order, which two threads do not preserve\n"
+            "  try    make all calls of pm from one thread, or one after the other (a queue, or a lock around each "
+            "call)"
         )
     go.set()
     thread.join()

@@ -98,7 +98,7 @@ def told(call):
 def test_a_rank_that_does_not_come(mesh):
     (text, seconds), _ = dist.run_ranks(train, 2, mesh, "skip", timeout_s=90)
     first, why, *others = text.splitlines()
-    assert first.startswith("HangError: rank 1 does not come: rank 0 waited 1.5 s in step 3, at the comparison of the")
+    assert first.startswith("HangError: rank 1 makes no call: rank 0 waited 1.5 s in step 3, at the comparison of the")
     assert why.startswith("  why    rank 0: step 3, at the comparison of the calls, for 1.5 s")
     assert "rank 1: after step 2, at test_hangs.py:" in others[0]
     assert seconds < 3 * TIMEOUT_S
@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_come(mesh):
 @pytest.mark.large
 def test_the_groups_of_a_users_device_mesh():
     (text, _), _ = dist.run_ranks(train, 2, None, "device mesh", timeout_s=90)
-    assert "rank 1 does not come: rank 0 waited 1.5 s in step 3" in text
+    assert "rank 1 makes no call: rank 0 waited 1.5 s in step 3" in text
 
 
 @pytest.mark.few
@@ -115,7 +115,7 @@ def test_the_groups_of_a_users_device_mesh():
 def test_a_rank_that_hangs_inside_a_step(mesh, place):
     (text, seconds), _ = dist.run_ranks(train, 2, mesh, "inside", timeout_s=90)
     first, _, other, *_ = text.splitlines()
-    assert first.startswith("HangError: the ranks are at different places: rank 0 waited")
+    assert first.startswith("HangError: the ranks wait in different calls: rank 0 waited")
     assert "in step 3, at " in first and place in first
     assert other.strip().startswith("rank 1: step 3, at test_hangs.py:")
     assert seconds < 4 * TIMEOUT_S
@@ -126,7 +126,7 @@ def test_a_rank_that_hangs_inside_a_step(mesh, place):
 @pytest.mark.large
 def test_a_rank_that_does_not_come_to_the_backward():
     (text, _), _ = dist.run_ranks(train, 2, "tp2", "backward", timeout_s=90)
-    assert "rank 1 does not come: rank 0 waited" in text and "at the backward of " in text
+    assert "rank 1 makes no call: rank 0 waited" in text and "at the backward of " in text
 
 
 def load():

@@ -274,7 +274,7 @@ CALLED = "step(target f64[8,4], x f64[8,8])"
 DIFFER = f"""the ranks are called with different inputs
   why    rank 0: {CALLED} in train mode; rank 1: {CALLED} in train mode, backbone in eval mode
   where  step 1
-  try    give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"""
+  try    pass the same global batch on every rank; or parallelize(..., local_batch=True), and pass local samples"""
 OTHERS = (
     "train mode, backbone.1.drop.p=0.0; rank 1: step",
     f"train mode; rank 1: {CALLED} in train mode, backbone.1.drop in eval mode\n",

@@ -183,7 +183,7 @@ def images_stay(mesh, dropout=0.0, **options):
     for name, value in model.state_dict().items():
         assert (pm.full_state_dict()[name] - value).abs().max() <= 1e-10, name
     executable = pm._executables.values()[-1]
-    return sorted(executable.rows.own), sorted(executable.rows.whole)
+    return sorted(executable.rows.local_inputs), sorted(executable.rows.gathered_inputs)
 
 
 @pytest.mark.large
@@ -268,9 +268,9 @@ def wrong(mesh, use):
 
 
 WRONG = {
-    ("dp2", "rows"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows", "drop_last=True"],
-    ("dp2", "rows to cut"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows"],
-    ("tp2", "rows"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows"],
+    ("dp2", "rows"): ["different numbers of samples", "rank 0: 2 samples; rank 1: 3 samples", "drop_last=True"],
+    ("dp2", "rows to cut"): ["different numbers of samples", "rank 0: 2 samples; rank 1: 3 samples"],
+    ("tp2", "rows"): ["different numbers of samples", "rank 0: 2 samples; rank 1: 3 samples"],
     ("tp2", "neighbours"): ["different values of input_ids, labels", "rank 1 unlike rank 0", "pm.data_rank"],
     ("dp2,tp2", "neighbours"): ["values of input_ids, labels", "rank 1 unlike rank 0, rank 3 unlike rank 2"],
     ("dp2,pp2", "neighbours"): ["values of input_ids, labels", "rank 2 unlike rank 0, rank 3 unlike rank 1"],

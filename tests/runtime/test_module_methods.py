@@ -200,7 +200,7 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 
 CHANGED = """{} of a partitioned model would change nothing
   why    the program was traced from the original model
-  try    change the model before; values: pm.load_state_dict(...)"""
+  try    change the model before parallelize(); to change values, use pm.load_state_dict(...)"""
 CONVERTED = """a partitioned model keeps the dtype and device it was made with
   why    its programs were traced for float64 on cpu, not {} on cpu
   try    convert the model before: parallelize(model.bfloat16().cuda(), ...)"""
@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 HOOK = """a hook on a layer of a partitioned model would never run
   why    its operators are a part of the program
-  try    register it on the model before: it is traced"""
+  try    register it on the model before parallelize(), which traces it"""
 OF_A_LAYER = {
     "forward": """a layer of a partitioned model cannot be called alone
   why    its operators are a part of the program that pm(...) runs

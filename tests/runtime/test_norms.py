@@ -280,10 +280,17 @@ def lists_that_do_not_fit(mesh: str) -> list[str]:
 
 
 def test_lists_that_do_not_fit_are_refused_on_every_rank():
-    for mesh, last in (("pp2", "one parameter, each of another"), ("tp2", "norm of different parameters")):
+    for mesh, last in (
+        ("pp2", "single parameter, each rank of a different one"),
+        ("tp2", "norm of different parameters"),
+    ):
         found = on_ranks(lists_that_do_not_fit, mesh)
         assert found[0] == found[1]
-        assert "norm_type=0 is not a norm" in found[0][0] and found[0][0] == found[0][1] and last in found[0][2]
+        assert (
+            "norm_type=0 is not supported on a mesh" in found[0][0]
+            and found[0][0] == found[0][1]
+            and last in found[0][2]
+        )
 
 
 def test_torchs_functions_keep_their_signatures_and_their_answers():

@@ -299,7 +299,7 @@ def what_does_not_fit() -> None:
     near(pm.full_optimizer_state_dict(optimizer), full, tolerance=0.0)
 
     other = torch.optim.SGD([*pm.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"a parameter of shape \(2,\) that is not of this module"):
+    with pytest.raises(CheckpointError, match=r"a parameter of shape \(2,\) that does not belong to this module"):
         pm.full_optimizer_state_dict(other)
     first = next(iter(optimizer.state.values()))
     first["row"] = torch.zeros(3)

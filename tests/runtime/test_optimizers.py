@@ -177,8 +177,8 @@ OF_MUON = """Muon cannot train a shard of 'layers.0.weight'
   why    it orthogonalises full matrices
   where  it is sharded over tp
   try    torch.optim.AdamW for it, or do not shard it: dp with zero=0, or pp"""
-OF_ADAPTIVE = """Adaptive cannot train the stages of a pipeline one by one
-  why    it updates two matrices together differently from each matrix alone
+OF_ADAPTIVE = """Adaptive cannot train the stages of a pipeline separately
+  why    its update of a matrix depends on matrices of other stages
   where  pp: a stage's parameters on each rank
   try    torch.optim.AdamW, or a mesh without pp"""
 OF_LBFGS = """LBFGS cannot train a shard of a model

@@ -291,7 +291,7 @@ def test_deciding_by_a_count_is_refused():
         COUNTED["calls"] += 1
         return COUNTED["calls"] * F.cross_entropy(o, t)
 
-    with pytest.raises(TraceError, match="computes something else in every call") as error:
+    with pytest.raises(TraceError, match="computes something different in every call") as error:
         pm.step(x, loss_fn=loss_fn, target=y)
     assert "it changes COUNTED and branches on it" in str(error.value)
 
@@ -558,8 +558,8 @@ def test_a_layer_with_parameters_may_not_be_replaced():
     with pytest.raises(UsageError) as error:
         pm(x)
     assert str(error.value) == (
-        "the model has another layer: its parameter 'head.weight' was not there when the model was traced\n"
-        "  why    the partitioned model trains the parameters that the model had when it was traced\n"
+        "the model has a new layer: its parameter 'head.weight' did not exist when the model was traced\n"
+        "  why    the partitioned model trains only the parameters of the traced model\n"
         "  try    change layers before parallelize()"
     )
 

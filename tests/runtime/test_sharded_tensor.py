@@ -220,7 +220,7 @@ def test_penalties_on_weights(mesh, zero):
 
 OF_A_STAGE = """norm() of '0.weight' under pp
   why    a rank holds the parameters of its own stages, so a loop over them differs between ranks
-  try    pm.summed(fn) adds fn(parameter) over all stages; pm.grad_norm(); pm.full_grads(), pm.full_state_dict(); p.to_local() for this rank alone"""  # noqa: E501
+  try    pm.summed(fn) to add fn(parameter) over all stages; pm.grad_norm(), pm.full_grads() or pm.full_state_dict(); p.to_local() for this rank alone"""  # noqa: E501
 
 
 def sums(mesh: str, zero: int) -> str:

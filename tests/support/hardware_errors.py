@@ -145,6 +145,7 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "calibrate: measurements of something else": (
         measurements({"device": A_DEVICE, "measured": [{"rows": 1}]}), NO_MEASUREMENTS),
     "hardware: a dtype it has not": (lambda: Hardware.load("v100-32gb-sxm").matmul_time_s(1e9, 1e6, "bfloat16"),
-        "OptionError: hardware profile 'v100-32gb-sxm' has no peak for bfloat16\n  why    it has float16, float32, "
-        "float64\n  try    one of these, or a copy of the profile with that peak"),
+        "OptionError: hardware profile 'v100-32gb-sxm' has no peak FLOP/s for bfloat16\n  why    it has peaks for "
+        "float16, float32, "
+        "float64\n  try    use one of these dtypes, or a copy of the profile with a peak for this one"),
 }  # fmt: skip

@@ -115,7 +115,7 @@ def _saved_of(module: StageModule) -> int:
                            requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
     recorder = Recorder()
     if (
-        blocks := module._written(module.loaded.mask_structures[0]).blocks
+        blocks := module._specialized_graph(module.loaded.mask_structures[0]).blocks
     ) is not None:  # these weights have hooks of their own
         recorder.behind(blocks)
     with torch.enable_grad(), recorder:

@@ -43,19 +43,22 @@ def of_another_plan() -> Any:
 PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # the form
     "pins: no mapping": (pinned([1]),
-        f"OptionError: pins=[1] are not pins\n  why    they are a list\n  try    pins={{{FORM}"),
+        f"OptionError: pins=[1] cannot be read\n  why    pins must be a dict or a path, not a list\n  try    "
+        f"pins={{{FORM}"),
     "pins: no file": (pinned("nowhere.json"),
-        f"OptionError: there are no pins at nowhere.json\n  try    a JSON file like {{{FORM}"),
+        f"OptionError: there is no file of pins at nowhere.json\n  try    a JSON file like {{{FORM}"),
     "pins: no axis": (pinned({"head": "R"}),
-        f"OptionError: the pin 'head': 'R' names no axis\n  try    pins={{{FORM}"),
+        f"OptionError: the pin 'head' names no mesh axis: 'R'\n  try    pins={{{FORM}"),
     "pins: unknown axis": (pinned({"head": {"xp": "R"}}),
         "OptionError: the pin 'head' names an unknown axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp"),
     "pins: placement": (pinned({"head.weight": {"tp": "column"}}),
-        "OptionError: the pin 'head.weight' requests 'column'\n  why    'column' is not a placement; try R, R(grad P), "
-        "P, S(0) or S(0; sections=3)\n  try    R, or S(d) to shard dim d: S(0) for the weight of a column-parallel "
+        "OptionError: the pin 'head.weight' has the invalid placement 'column'\n  why    'column' is not a placement; "
+        "try R, R(grad P), P, S(0) or S(0; sections=3)\n  try    R, or S(d) to shard dim d: S(0) for the weight of a "
+        "column-parallel "
         "nn.Linear, S(1) of a row-parallel"),
     "pins: stages": (pinned({"stages": {"before": []}}, "pp2"),
-        f"OptionError: pins['stages'] = {{'before': []}} cannot be read\n  why    it has cut_before and together\n  "
+        f"OptionError: pins['stages'] = {{'before': []}} cannot be read\n  why    its keys are 'cut_before' and "
+        f"'together'\n  "
         f"try    {STAGES}"),
     "pins: cut_before": (pinned({"stages": {"cut_before": "head"}}, "pp2"),
         f"OptionError: cut_before = 'head' is not a list of names\n  try    {STAGES}"),
@@ -118,7 +121,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "try    sequence_parallel='auto' or True"),
     "pins: cut at the start": (pinned({"stages": {"cut_before": ["layers.0"]}}, "pp2"),
         f"StageError: cannot cut_before 'layers.0'\n  why    the model begins with it: a stage would be empty\n  where "
-        f" {LINEAR} (layers.0)\n  try    a cut a few operators later"),
+        f" {LINEAR} (layers.0)\n  try    begin the stage a few operators later"),
     # pins at odds
     "pins: two layouts": (
         pinned({f"{UP}.weight": {"tp": "S(0)"}, f"{DOWN}.weight": {"tp": "S(0)"}, "model.layers.1": {"tp": "R"}},

@@ -54,8 +54,9 @@ PRECISION_CASES = {
         "OptionError: precision='bf16' has nothing to cast\n  why    Phases has no floating-point parameter\n"
         "  try    leave precision out"),
     "precision: autocast": (under_autocast,
-        "OptionError: precision='bf16' inside torch.autocast(bfloat16)\n  why    both set the dtype in which "
+        "OptionError: precision='bf16' cannot be used inside torch.autocast(bfloat16)\n  why    both set the dtype "
+        "in which "
         "operators compute\n  try    use one of the two; autocast regions inside the model keep their effect"),
     "precision: a plan": (followed,
-        f"OptionError: precision='fp16' contradicts the plan, which says None\n  try    {OTHER}"),
+        f"OptionError: precision='fp16' contradicts the plan, which has None\n  try    {OTHER}"),
 }  # fmt: skip

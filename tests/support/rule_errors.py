@@ -68,11 +68,14 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    the "
         "names of the line"),
     "rule: sum not said": (rule("a b, b c -> a c"),
-        f"RuleError: the rule of {MATMUL} has no sum=\n  why    some output lacks b; sharding a factor that an "
-        "output lacks leaves a partial sum\n  try    sum='b', or whole= for factors that cannot be sharded"),
+        f"RuleError: the rule of {MATMUL} has no sum=, which does not fit its factors\n  why    some output lacks b; "
+        f"sharding "
+        "a factor that an output lacks leaves a partial sum\n  try    sum='b', or whole= for factors that cannot be "
+        "sharded"),
     "rule: sum of what is kept": (rule("a b, b c -> a c", sum="c", whole="b"),
-        f"RuleError: the rule of {MATMUL} has sum='c'\n  why    every output has all factors of the inputs; sharding "
-        "a factor that an output lacks leaves a partial sum\n  try    leave sum out"),
+        f"RuleError: the rule of {MATMUL} has sum='c', which does not fit its factors\n  why    every output has all "
+        f"factors of the "
+        "inputs; sharding a factor that an output lacks leaves a partial sum\n  try    leave sum out"),
     "rule: made in an output": (rule("a b, b c -> a d", sum="b c"),
         f"RuleError: factor 'd' of the rule of {MATMUL} appears only in an output\n  why    it cannot be sharded"
         "\n  try    whole='d'"),
@@ -85,11 +88,12 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "rule: autopart's own": (rule("a, a -> a", operator="aten::mul"),
         "RuleError: aten::mul has a rule already\n  why    it is built into autopart\n  try    nothing to register"),
     "rule: another": (registered(rule("a b -> a b, b", operator=SUMS, sum="a")),
-        f"RuleError: {SUMS} has another rule already\n  why    it is autopart.rule(\"{SUMS}\", \"a -> a, a\")\n  try"
-        "    one rule per operator and process; several lines for several forms of a call"),
+        f"RuleError: {SUMS} is registered with another rule already\n  why    it is autopart.rule(\"{SUMS}\", \"a -> "
+        f"a, a\")\n  try"
+        "    register one rule per operator and process; it can have a line for each form of the call"),
     "rule: does not fit": (registered(lambda: autopart.check_rule(SUMS, [torch.ones(2, 3)], 1)),
         f"RuleError: the rule of {SUMS} does not fit this call\n  why    autopart.rule(\"{SUMS}\", \"a -> a, a\")\n  "
-        "where  [2, 3]\n  try    a line for these numbers of tensors and dims"),
+        "where  [2, 3]\n  try    add a line to the rule with as many tensors and dims as this call has"),
     "rule: overload": (lambda: autopart.check_rule(f"{MATMUL}.out"),
         f"RuleError: {MATMUL} has no overload 'out'\n  try    {MATMUL}.default"),
     "plan: rules": (plan_with_a_rule,

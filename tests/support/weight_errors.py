@@ -132,13 +132,13 @@ WEIGHT_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), "
         "'model.safetensors')"),
     "weights: index: no file": (weights(FOLDER, indexed({"a": "part1.safetensors", "b": "part2.safetensors"})),
-        "CheckpointError: folder/model.safetensors.index.json names files that are not there: "
-        "'part2.safetensors'\n  why    of its 2 files, 1 are there\n  try    copy the folder again, all of "
-        "it"),
+        "CheckpointError: folder/model.safetensors.index.json names files that do not exist: "
+        "'part2.safetensors'\n  why    1 of its 2 files exist\n  try    copy the complete folder "
+        "again"),
     "weights: index: no tensor": (weights(INDEX, indexed({"a": "part1.safetensors"})),
-        "CheckpointError: the index at folder/model.safetensors.index.json names tensors that are not "
-        "there: 'a'\n  why    according to the index they are in part1.safetensors\n  try    copy the folder again, "
-        "all of it"),
+        "CheckpointError: the index at folder/model.safetensors.index.json names tensors that are "
+        "missing: 'a'\n  why    according to the index they are in part1.safetensors\n  try    copy the complete "
+        "folder again"),
     "weights: two files": (weights(FOLDER, twice),
         "CheckpointError: two files of folder have the tensor 'layers.0.bias'\n  why    it is unclear "
         "which one to read\n  try    the path of one file, or of a folder with one checkpoint"),

@@ -76,12 +76,12 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero: 4": (planned("dp2", zero=4), f"OptionError: unknown zero=4{LEVELS}"),
     "zero: 1 without dp": (planned("tp2", zero=1),
         "OptionError: zero=1 needs an axis to shard parameters over\n  why    the mesh tp2 has no axis dp or cp or ep"
-        "\n  try    mesh='dp2,tp2', or leave it out"),
+        "\n  try    mesh='dp2,tp2', or leave zero= out"),
     "zero: over replicas alone": (planned("dpr2", zero=1),
         "OptionError: zero=1 needs an axis to shard parameters over\n  why    the mesh dpr2 has no axis dp or cp or ep"
-        "\n  try    mesh='dpr2,dp2', or leave it out"),
+        "\n  try    mesh='dpr2,dp2', or leave zero= out"),
     "zero: another level than the plan's": (followed(1, 2),
-        "OptionError: zero=2 contradicts the plan, which says 1\n  try    leave zero out, or edit "
+        "OptionError: zero=2 contradicts the plan, which has zero=1\n  try    leave zero out, or edit "
         "the plan"),
     "prefetch: negative": (planned("dp2", zero=3, prefetch=-1),
         "OptionError: prefetch=-1 is not a number of blocks\n  why    it is how many blocks ahead parameters are "
@@ -93,43 +93,45 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero: without dp": (planned("pp2,tp2", zero=3),
         "OptionError: zero=3 needs an axis to shard parameters over\n  why    the mesh pp2,tp2 has no axis dp "
         "or cp or ep"
-        "\n  try    mesh='pp2,dp2,tp2', or leave it out"),
+        "\n  try    mesh='pp2,dp2,tp2', or leave zero= out"),
     "zero: nothing divides": (odd,
-        "LayoutError: zero=3 finds no parameter to shard over dp=2\n  why    no parameter with two dims or more "
-        "has one that "
-        "divides over it and that tp does not shard\n  try    another size of dp, or zero=0"),
+        "LayoutError: zero=3 finds no parameter to shard over dp=2\n  why    no parameter with two or more dims "
+        "has a dim that is divisible by 2 and that tp does not shard\n  try    another size of dp, or zero=0"),
     "zero: a plan without it": (followed(0, 3),
         f"OptionError: zero=3 contradicts the plan, which shards no parameters over dp{AGAIN}"),
     "zero: a plan with it": (followed(3, 0),
         f"OptionError: zero=0 contradicts the plan, which shards parameters over dp{AGAIN}"),
     # methods of dp_sync
     **{f"zero: {how} with a method": (planned("dp2", dp_sync="top_k:0.1", **options),
-        f"OptionError: dp_sync='top_k:0.1' on parameters that are stored sharded ({how})\n  why    '{first}' is "
+        f"OptionError: dp_sync='top_k:0.1' cannot be combined with sharded parameters ({how})\n  why    '{first}' is "
         "sharded "
-        "over dp: its gradient is reduce-scattered, and no rank has all of it\n  try    zero=1, or a mesh with both "
-        "axes of data, 'dpr2,dp4': shards over dp, the method over dpr")
+        "over dp: its gradient is reduce-scattered, and no rank has all of it\n  try    zero=1, or a mesh with two "
+        "data axes such as 'dpr2,dp4': parameters are sharded over dp, dp_sync uses dpr")
        for how, first, options in (("zero=2", "head.bias", {"zero": 2}), ("zero=3", "head.weight", {"zero": 3}),
                                    ("by a pin", "head.weight", {"pins": {"head.weight": {"dp": "S(0)"}}}))},
     "zero: 1 with a method of models": (planned("dp2", zero=1, dp_sync="local:4"),
-        "OptionError: dp_sync='local:4' on parameters that are stored sharded (zero=1)\n  why    'head.bias' is "
+        "OptionError: dp_sync='local:4' cannot be combined with sharded parameters (zero=1)\n  why    'head.bias' is "
         "sharded "
         "over dp: ranks store shards of one model, and no rank has a separate model\n  try    zero=0, or a mesh "
-        "with both "
-        "axes of data, 'dpr2,dp4': shards over dp, the method over dpr"),
+        "with two data axes such as 'dpr2,dp4': parameters are sharded over dp, dp_sync uses dpr"),
     "zero: 1 with a method, read in two layouts": (read_twice,
-        "OptionError: dp_sync='*.bias=all_reduce,*=top_k:0.1' with zero=1 for 'rows'\n  why    it is read in more than "
-        "one layout, so every use gathers its shards and reduces its gradient\n  try    zero=0, or an exact "
-        "sum: dp_sync='rows=all_reduce,*.bias=all_reduce,*=top_k:0.1'"),
+        "OptionError: dp_sync='*.bias=all_reduce,*=top_k:0.1' cannot be combined with zero=1 for 'rows'\n  why    it "
+        "is used in "
+        "more than one layout, and each use gathers its shards and reduces its gradient separately\n  try    zero=0, "
+        "or "
+        "an exact reduction: dp_sync='rows=all_reduce,*.bias=all_reduce,*=top_k:0.1'"),
     # plans edited by hand
     "zero: edited, cut by tp": (edited("head.weight", {"dp": "S(0)", "tp": "S(0)"}),
-        "PlanError: the plan stores 'head.weight' as S(0) on dp\n  why    tp shards dim 0 already\n  where  line 1\n  "
+        "PlanError: the plan's layout S(0) of 'head.weight' on dp is not possible\n  why    tp shards dim 0 "
+        "already\n  where  line 1\n  "
         "try    S(1) or R"),
     "zero: edited, a sum": (edited("head.weight", {"dp": "P", "tp": "R"}),
-        "PlanError: the plan stores 'head.weight' as P on dp\n  why    a weight is not a partial sum\n  where  line 1\n"
+        "PlanError: the plan's layout P of 'head.weight' on dp is not possible\n  why    a weight is not a partial "
+        "sum\n  where  line 1\n"
         "  try    S(0), S(1) or R"),
     "zero: edited, no dim": (edited("head.bias", {"dp": "S(1)", "tp": "R"}),
-        "PlanError: the plan stores 'head.bias' as S(1) on dp\n  why    its shape is [32], it has no dim 1\n  where  "
-        "line 1\n  try    S(0) or R"),
+        "PlanError: the plan's layout S(1) of 'head.bias' on dp is not possible\n  why    its shape is [32], it has "
+        "no dim 1\n  where  line 1\n  try    S(0) or R"),
     # pins
     "zero: pinned in sections": (pinned({"head.weight": {"dp": "S(0; sections=2)"}}, "dp2"),
         "LayoutError: cannot pin 'head.weight' as S(0; sections=2) on dp\n  why    head.weight: a dim with sections "

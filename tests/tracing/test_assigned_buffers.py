@@ -148,7 +148,7 @@ def test_a_first_call_that_differs_is_refused():
     model, x = FirstCallDiffers(), torch.randn(4, SIZE)
     with pytest.raises(TraceError) as caught:
         autopart.plan(model, "tp2", example_args=(x,))
-    assert str(caught.value).startswith("FirstCallDiffers computes something else in every call\n")
+    assert str(caught.value).startswith("the traced call of FirstCallDiffers differs from later calls\n")
     assert "fills the buffer 'bias' and branches on whether it is None" in str(caught.value)
     assert model.bias is None
     model(x)
@@ -186,5 +186,5 @@ def test_a_buffer_that_is_registered_in_forward_is_a_cache(is_filled):
 
 
 def test_a_number_that_changes_beside_such_a_buffer_is_found():
-    with pytest.raises(TraceError, match="Lengthening computes something else in every call"):
+    with pytest.raises(TraceError, match="Lengthening computes something different in every call"):
         autopart.plan(Lengthening(counts=True), "dp2", example_kwargs={"x": torch.randn(8, 6, 16)})

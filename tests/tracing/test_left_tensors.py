@@ -124,8 +124,8 @@ def test_a_tensor_that_the_next_call_reads_is_refused(kind, place):
         autopart.parallelize(kind(), "tp1", example_args=(torch.randn(4, 6),))
     assert error.value.refusal is Refusal.STATE
     first, why, _ = str(error.value).splitlines()
-    assert first == f"{kind.__name__} computes something else in every call"
-    assert why == f"  why    forward() leaves a tensor in {place}, and the next call reads it"
+    assert first == f"{kind.__name__} computes something different in every call"
+    assert why == f"  why    forward() stores a tensor in {place}, and the next call reads it"
     assert EMA is None and "h" not in CACHE and not hasattr(SPACE, "h") and OfClass.seen is None
 
 

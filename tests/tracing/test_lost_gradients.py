@@ -236,7 +236,7 @@ def test_a_gradient_that_a_trace_loses_is_told(monkeypatch: pytest.MonkeyPatch) 
         autopart.plan(model, "tp2", example_args=(x,))
     text = str(caught.value)
     assert "the trace of Stack loses the gradient of 'inner.weight', 'inner.bias', 'h.0.up.weight', ..." in text
-    assert "the model gives them a gradient, and its trace does not" in text and "where" in text
+    assert "the model gives them a gradient, and the trace does not" in text and "where" in text
 
 
 def test_a_gradient_that_a_trace_makes_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

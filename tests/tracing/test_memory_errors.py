@@ -37,6 +37,7 @@ def test_memory_is_named(kind):
     assert why == f"  why    {str(ERRORS[kind]) or 'MemoryError'}"
     assert "test_memory_errors.py" in where and "raise self.error" in where
     assert hint == (
-        "  try    an example of fewer rows or a shorter sequence; or free memory: a model on meta has no weights while "
-        "it is traced"
+        "  try    use fewer samples or a shorter sequence in the example, or free memory: a model built on meta is "
+        "traced "
+        "without weights"
     )

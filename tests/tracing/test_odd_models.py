@@ -100,3 +100,31 @@ def test_a_refusal_inside_vmap_leaves_no_transform_entered():
         autopart.plan(NestedVmap(), "tp2", example_args=(torch.randn(4, 6, 8),))
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
     torch.rand(1)  # raises inside of a vmap
+
+
+class WithNumbers(nn.Module):
+    """Returns Python numbers beside its loss: of activations, and of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.log_vars = nn.Linear(8, 8), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        h = self.linear(x)
+        loss = (torch.exp(-self.log_vars[0]) * h).square().mean()
+        numbers = {"clipped": (h.abs() > 0.2).double().mean().item(), "positive": (h > 0).sum().item()}
+        return {"loss": loss, **numbers, "half": h.sum().item() / 2, "log_vars": self.log_vars.data.tolist()}
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+def test_numbers_that_a_model_returns(mesh):
+    found = autopart.verify(WithNumbers().double(), mesh, example_args=(torch.randn(8, 8, dtype=torch.float64),))
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
+def test_numbers_are_returned_as_numbers():
+    model, x = WithNumbers().double(), torch.randn(8, 8, dtype=torch.float64)
+    expected, found = model(x), autopart.parallelize(model, "dp1", example_args=(x,))(x)
+    for name, value in expected.items():
+        if name != "loss":
+            assert type(found[name]) is type(value) and found[name] == pytest.approx(value)

@@ -413,10 +413,10 @@ def two_questions(self, rows, gates, chosen):
 
 
 MORE = {
-    by_the_number: "div would change the result",
-    elsewhere: "select_scatter would change the result",
-    hidden_write: "would change the result if nothing is selected",
-    kept_by_a_function: "would change the result if nothing is selected",
+    by_the_number: "div would still change the result",
+    elsewhere: "select_scatter would still change the result",
+    hidden_write: "with no selected elements, ",
+    kept_by_a_function: "with no selected elements, ",
     **dict.fromkeys((in_one_line, skips_what_follows, carried_on, read_behind, of_an_earlier_turn, counters, counter,
                      other_branch, leaves_the_loop, two_questions), "decides what to run by the values"),
 }  # fmt: skip

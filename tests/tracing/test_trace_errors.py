@@ -37,14 +37,6 @@ class Base(nn.Module):
         self.gate, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
 
-class IfInput(Base):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        y = self.gate(x)
-        if mask.sum() > 0:  # here
-            y = -y
-        return self.out(y)
-
-
 class IfOutput(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.gate(x)
@@ -64,12 +56,12 @@ class Inside(nn.Module):
 
 class Item(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)[: int(mask.sum().item())])  # here
+        return self.out(x[: int(self.gate(x).sum().item())])  # here
 
 
 class Bins(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) * mask.long().bincount().sum()  # here
+        return self.out(x) * self.gate(x).long().bincount().sum()  # here
 
 
 class Numpy(Base):
@@ -143,11 +135,11 @@ class WritesTensor(KeepsTensor):
 class Counts(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls: list[int] = []
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        self.calls += 1
-        return self.out(self.gate(x)) / self.calls
+        self.calls = [*self.calls, 1]
+        return self.out(self.gate(x)) / len(self.calls)
 
 
 class DrawsInPython(Base):
@@ -184,7 +176,8 @@ class Packs(nn.Module):
         self.gate = nn.GRU(SIZE, SIZE, batch_first=True)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        rows = nn.utils.rnn.pack_padded_sequence(x[None], mask[:1, 0].long(), batch_first=True)  # here
+        lengths = self.gate(x[None])[0][:, 0, 0].long()
+        rows = nn.utils.rnn.pack_padded_sequence(x[None], lengths, batch_first=True)  # here
         return self.gate(rows)[1]
 
 
@@ -206,11 +199,6 @@ class Ignores(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         drawn = random.uniform(0, 1), np.random.rand()
         return self.out(self.gate(x)) if self.training or min(drawn) >= 0 else x
-
-
-class DrawsAConstant(Base):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) + torch.tensor([random.random()])
 
 
 class DrawsByItself(Base):
@@ -266,9 +254,8 @@ def other(what: str, why: str, hint: str, where: str = "{file}:{line}: {text}") 
 DRAW_OUTSIDE = "torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors"
 BUFFERS_ONLY = "only buffers and parameters can be written"
 CASES: dict[Callable[[], nn.Module], str] = {
-    IfInput: cannot(DECIDES + "the input mask", BRANCH),
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
-    Item: cannot(DECIDES + "the input mask", BRANCH),
+    Item: cannot(DECIDES + "the output of gate", BRANCH),
     Bins: cannot("the size of the result of bincount depends on tensor values", SELECT),
     Numpy: cannot("numpy computes outside of the graph", "the same computation in torch, or before the call"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
@@ -277,30 +264,28 @@ CASES: dict[Callable[[], nn.Module], str] = {
     WritesWeight: cannot("a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
     WritesWeightWithoutGrad: other(
         "{name} writes to its trained parameter 'gate.weight' in its forward",
-        "it reads more than the parameter's own elements, one by one",
-        "do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read",
+        "the new value of an element depends on more than its old value",
+        "change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before forward() "
+        "reads it",
         "div at test_trace_errors.py:{line}"),
     WritesInput: other("{name} writes to its input 'mask' in its forward", BUFFERS_ONLY, "do it outside forward()",
                        "mul at test_trace_errors.py:{line}"),
     WritesWithoutGrad: other("mul_ writes in place to a value that has a gradient, without grad mode",
                              "its gradient would be that of the value before the write",
                              "mul in grad mode, or on value.detach().clone()"),
-    GrowsBuffer: other("GrowsBuffer gives its buffer 'seen' another shape in its forward",
+    GrowsBuffer: other("GrowsBuffer changes the shape of its buffer 'seen' in its forward",
                        "it was of shape [1, 4], and is of shape [2, 4]",
-                       "a buffer of the largest shape from the start, written in part", ""),
+                       "create the buffer with its largest shape, and write parts of it", ""),
     KeepsTensor: other("{name} keeps a tensor from one call to the next in 'memory'",
                        "every call of the program would use the value from the trace",
                        "register_buffer('memory', ...)", ""),
     WritesTensor: cannot("the tensor 'memory' is written and is not a buffer", "register_buffer('memory', ...)", ""),
-    Counts: other("{name} computes something else in every call",
-                  "forward() leaves calls = 1, and the next call reads it",
-                  "a tensor in a buffer (register_buffer), changed by tensor operations", ""),
+    Counts: other("{name} computes something different in every call",
+                  "forward() stores calls = [1], and the next call reads it",
+                  "keep it as a tensor in a buffer (register_buffer), changed by tensor operations", ""),
     DrawsInPython: other("{name} draws random numbers from random in its forward",
                          "forward() runs once, for the trace: every step would use the numbers drawn there",
                          DRAW_OUTSIDE, ""),
-    DrawsAConstant: other("{name} draws random numbers from random in its forward",
-                          "forward() runs once, for the trace: every step would use the numbers drawn there",
-                          DRAW_OUTSIDE, ""),
     DrawsInNumpy: other("{name} draws random numbers from numpy.random in its forward",
                         "forward() runs once, for the trace: every step would use the numbers drawn there",
                         DRAW_OUTSIDE, ""),

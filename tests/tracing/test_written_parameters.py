@@ -327,9 +327,9 @@ class Early(Bounded):
 
 
 WRONG = {
-    "a norm": (Bounded("norm"), "it reads more than the parameter's own elements, one by one"),
-    "read before": (Early("scale"), "the old value is read too"),
-    "two norms": (TwoNorms(), "it reads more than the parameter's own elements, one by one"),
+    "a norm": (Bounded("norm"), "the new value of an element depends on more than its old value"),
+    "read before": (Early("scale"), "forward() reads the old value too"),
+    "two norms": (TwoNorms(), "the new value of an element depends on more than its old value"),
 }
 
 
@@ -343,7 +343,8 @@ def test_other_changes_of_trained_weights_are_refused(name):
     assert first == f"{type(model).__name__} writes to its trained parameter '{parameter}' in its forward"
     assert second == f"  why    {why}" and "test_written_parameters.py" in where
     assert hint == (
-        "  try    do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read"
+        "  try    change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before "
+        "forward() reads it"
     )
 
 

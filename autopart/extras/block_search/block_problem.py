@@ -203,8 +203,8 @@ class Blocks:
         self.blocks = self.found["none"]
         pp = setting.mesh.size("pp")
         if len(self.blocks) < pp:
-            why = f"adjacent repeated blocks with a name: {len(self.blocks)}"
-            raise OptionError(f"nothing to choose block by block for {pp} stage{'s' * (pp > 1)}", why=why)
+            why = f"the model has {len(self.blocks)} adjacent repeated blocks with names"
+            raise OptionError(f"search_blocks needs at least one repeated block per pipeline stage (pp={pp})", why=why)
         cuts = (False, True) if setting.mesh.storing_axis is not None else (False,)
         words = [
             word for word, table in tables.items() if word == "none" or any("recompute" in at for at in table.counts)

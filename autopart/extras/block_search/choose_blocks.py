@@ -173,7 +173,7 @@ def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | N
     dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):
         parts = f"dp={dp} x microbatches={microbatches or 1}"
-        raise OptionError(f"a batch of {rows} rows cannot be split into {parts} equal parts")
+        raise OptionError(f"a batch of {rows} samples cannot be split into {parts} equal parts")
     if pp == 1:
         return Schedule(None, microbatches or 1, 1)
     rows_per_rank = rows // dp

@@ -75,7 +75,7 @@ def solve(
     seconds = time.perf_counter() - start_s
     if choice is None:
         raise MemoryLimitError(
-            f"{method} finds no choice block by block that fits into {quantity(problem.memory_bytes, 'B')}",
+            f"{method} finds no options of blocks that fit into {quantity(problem.memory_bytes, 'B')}",
             hint="more stages or devices, smaller microbatches, or zero=3 for parameters outside blocks",
         )
     assert problem.fits(choice), method

@@ -137,7 +137,10 @@ class Bench:
                 yield what, partial(self.after, other, maker)
 
     def after(self, other: Maker, maker: Maker) -> float:
-        """Return the seconds of a call (`maker`) that alternates with another, without the other's seconds."""
+        """Return the seconds of a call that runs after another call in every repetition.
+
+        Both calls are timed together, and the time of the other call alone is subtracted.
+        """
         return self.on_gpu(in_turn(other, maker), _STEADY_S) - self.on_gpu(other, _STEADY_S)
 
     def together(self, call: Callable[[], Any]) -> float:

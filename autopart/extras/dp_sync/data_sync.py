@@ -25,7 +25,7 @@ from autopart.extras.dp_sync.sync_options import HOOK, DpSync, Method
 from autopart.extras.dp_sync.transports import GroupTransport
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.run.buckets import alike
+from autopart.ir.run.buckets import bucket_by_kind
 from autopart.ir.sharding import DimSharding
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.runtime.comm.process_mesh import Process
@@ -116,23 +116,26 @@ class DataSync(GradientSync):
     def check_optimizer_attached(self) -> None:
         if self.changes_models and not self.is_attached and self.steps:
             raise UsageError(
-                f"dp_sync='{self.sync}' and no optimizer is attached",
-                why="every data rank has its own model; the method averages the models after the optimizer's step",
-                hint="pm.attach(optimizer), once, before the first step",
+                f"dp_sync='{self.sync}' needs an attached optimizer",
+                why="every data rank has its own model, and the method averages the models after the optimizer's step",
+                hint="call pm.attach(optimizer) once, before the first step",
             )
 
-    def check_gradients(self, asked: str) -> None:
+    def check_gradients(self, call: str) -> None:
         if self.changes_models:
-            raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has its own model, and "
-                             "the gradient of its local batch", hint="p.grad of this rank's parameters")  # fmt: skip
+            raise UsageError(
+                f"{call} is not available with dp_sync='{self.sync}'",
+                why="every data rank has its own model, and its gradients are those of its local batch",
+                hint="p.grad of this rank's parameters",
+            )
 
     def problem(self, in_step: bool) -> UsageError | None:
         has_own_backward = not in_step and "pp" not in self.process.groups
         for name in self.methods if has_own_backward else ():
             if self.stored[name]._backward_hooks or self.stored[name]._post_accumulate_grad_hooks:
                 return UsageError(
-                    f"'{name}' has a hook on its gradient, with dp_sync='{self.sync}' and your own backward",
-                    why="ranks synchronise gradients when the backward has ended, and the hook would run before",
+                    f"the gradient hook of '{name}' cannot run with dp_sync='{self.sync}' and your own backward()",
+                    why="ranks synchronise gradients after the backward, and the hook would run before that",
                     hint="pm.step(**batch), which gives hooks complete gradients; or change p.grad before "
                     "optimizer.step()",
                 )
@@ -227,10 +230,10 @@ class DataSync(GradientSync):
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
         buckets = list[tuple[Method, Sequence[str]]]()
-        for names in alike(candidates, self.methods, most_bytes=None):
+        for names in bucket_by_kind(candidates, self.methods, most_bytes=None):
             method = self.methods[names[0]]
             is_hook = method == HOOK or method.name == "powersgd"
-            chunks = [names[::-1]] if is_hook else alike({name: candidates[name] for name in names})
+            chunks = [names[::-1]] if is_hook else bucket_by_kind({name: candidates[name] for name in names})
             buckets += [(method, chunk) for chunk in chunks]
         return buckets
 
@@ -239,7 +242,7 @@ class DataSync(GradientSync):
         if self.wire is None:
             return set()
         parameters, names = self._parameters_with_method(), set[str]()
-        for row in alike(parameters, self.methods):
+        for row in bucket_by_kind(parameters, self.methods):
             server_of = servers(
                 self.methods[row[0]], {name: parameters[name].numel() for name in row}, self.wire.num_ranks
             )
@@ -257,8 +260,10 @@ class DataSync(GradientSync):
         Raises UsageError for a second optimizer.
         """
         if self.is_attached:
-            raise UsageError("attach() of a second optimizer", why="replicas would be averaged twice",
-                             hint="one optimizer for all parameters")  # fmt: skip
+            raise UsageError(
+                "attach() is called for a second optimizer", why="replicas would be averaged twice",
+                hint="pass all parameters to one optimizer",
+            )  # fmt: skip
         self.is_attached = True
         optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
@@ -284,14 +289,14 @@ class DataSync(GradientSync):
 
     def _same_dtype_buckets(self) -> list[dict[str, Tensor]]:
         parameters = self._parameters_with_method()
-        return [{name: parameters[name] for name in row} for row in alike(parameters)]
+        return [{name: parameters[name] for name in row} for row in bucket_by_kind(parameters)]
 
     @torch.no_grad()
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self.changes_models or self.wire is None:
             return dict(values)
         replicated = {name: values[name].detach() for name in self.methods if name in values}
-        rows = [{name: replicated[name] for name in row} for row in alike(replicated, most_bytes=None)]
+        rows = [{name: replicated[name] for name in row} for row in bucket_by_kind(replicated, most_bytes=None)]
         return dict(values) | {name: value for row in rows for name, value in means([row], self.wire)[0].items()}
 
     # --- Hooks and checkpoints
@@ -303,8 +308,10 @@ class DataSync(GradientSync):
         """
         check_hook(hook)
         if self.hook is not None:
-            raise UsageError("a second communication hook", why="each would reduce the gradients",
-                             hint="one hook that does both")  # fmt: skip
+            raise UsageError(
+                "a communication hook is registered already", why="both hooks would reduce the gradients",
+                hint="register one hook that does both",
+            )  # fmt: skip
         check_hookable(program)
         axis = program.mesh.along("rows")[0]
         hooked = {name: replace(stored, method=HOOK if axis in stored.grad_axes else None)
@@ -325,4 +332,4 @@ class DataSync(GradientSync):
 
 
 def _in_buckets(parts: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
-    return [{name: parts[name] for name in row} for row in alike(parts)]
+    return [{name: parts[name] for name in row} for row in bucket_by_kind(parts)]

@@ -68,25 +68,33 @@ def check_hook(hook: Any) -> None:
         )
     names = list(inspect.signature(hook).parameters)
     if len(names) != 2:
-        raise UsageError(f"a hook with the arguments {', '.join(names) or '(none)'}",
-                         why="it is called with a state and a bucket", hint="def hook(state, bucket): ...")  # fmt: skip
+        raise UsageError(
+            f"the communication hook takes the arguments {', '.join(names) or '(none)'}",
+            why="it must take two arguments: a state and a bucket", hint="def hook(state, bucket): ...",
+        )  # fmt: skip
 
 
 def check_hookable(program: Program) -> None:
     """Raise OptionError or UsageError for a program whose gradients a hook cannot reduce."""
     if not program.dp_sync.is_default:
-        raise OptionError(f"a communication hook with dp_sync='{program.dp_sync}'", hint="one of the two",
-                          why="both define what data-parallel ranks send each other")  # fmt: skip
+        raise OptionError(
+            f"a communication hook cannot be combined with dp_sync='{program.dp_sync}'", hint="use one of the two",
+            why="both define what data-parallel ranks send each other",
+        )  # fmt: skip
     axis = next(iter(program.mesh.along("rows")), "")
     if not axis:
-        raise UsageError(f"a communication hook on {program.mesh}", why="it has no data-parallel ranks",
-                         hint="a mesh with dp: 'dp2'")  # fmt: skip
+        raise UsageError(
+            "a communication hook needs data-parallel ranks", why=f"the mesh {program.mesh} has none",
+            hint="a mesh with the axis dp, such as 'dp2'",
+        )  # fmt: skip
     zero_axis_of = {name: program.mesh.stored_over(stored.layout) for name, stored in program.parameters.items()}
     sharded = [name for name, axes in zero_axis_of.items() if axes is not None and axis in mesh_axes_of(axes)]
     if sharded:
-        raise OptionError(f"a communication hook with parameters stored sharded over {axis}",
-                          why=f"the gradient of '{sharded[0]}' is reduce-scattered",
-                          hint="zero=0, or a mesh 'dpr2,dp2': shards over dp, the hook over dpr")  # fmt: skip
+        raise OptionError(
+            f"a communication hook cannot be combined with parameters sharded over {axis}",
+            why=f"the gradient of '{sharded[0]}' is reduce-scattered",
+            hint="zero=0, or a mesh such as 'dpr2,dp2': parameters are sharded over dp, and the hook reduces over dpr",
+        )
 
 
 def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:

@@ -70,8 +70,8 @@ def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
     missing = [key for key in expected if key not in saved and not key.startswith("powersgd.")]
     if missing:
         raise CheckpointError(
-            f"dp_sync's state has no '{missing[0]}'", why=f"the method needs it (dp_sync='{sync.sync}')",
-            hint="the state of a run with the same dp_sync, or no state at all: then methods start without one",
+            f"the dp_sync state to load has no '{missing[0]}'", why=f"dp_sync='{sync.sync}' needs it",
+            hint="load the state of a run with the same dp_sync, or load none: methods then start from a new state",
         )  # fmt: skip
     sync.steps, sync.updates = int(saved["steps"]), int(saved["updates"])
     sync.state = {}
@@ -101,9 +101,10 @@ def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -
             assert sync.wire is not None
             if saved_ranks != sync.wire.num_ranks:
                 raise CheckpointError(
-                    f"the state of PowerSGD on {sync.wire.num_ranks} data ranks", why=f"it was saved on {saved_ranks}, "
-                    "and torch's state cannot be combined", hint="the same number of data ranks, or no PowerSGD state",
-                )  # fmt: skip
+                    f"PowerSGD state of {saved_ranks} data ranks cannot be loaded on {sync.wire.num_ranks} data ranks",
+                    why="torch's PowerSGD state cannot be redistributed",
+                    hint="use the same number of data ranks, or load no PowerSGD state",
+                )
             state.process_group = sync.wire.group  # pickling drops the group
             sync.powersgd[state.matrix_approximation_rank] = state
 
@@ -154,7 +155,10 @@ def _local_value(saved: Any, key: str, parameter: Tensor) -> Tensor:
     value = to_plain(saved)
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[1:] != parameter.shape:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise CheckpointError(f"'{key}' of dp_sync's state is {shape}", why="this rank's is [data ranks, "
-                              f"*{list(parameter.shape)}]", hint="torch.distributed.checkpoint into "
-                              "pm.dp_sync_state_dict(data_ranks=...) of the run that was saved")  # fmt: skip
+        raise CheckpointError(
+            f"'{key}' in the dp_sync state to load does not fit: {shape}",
+            why=f"this rank needs a tensor of shape [data ranks, *{list(parameter.shape)}]",
+            hint="load it with torch.distributed.checkpoint into pm.dp_sync_state_dict(data_ranks=n), n of the "
+            "saved run",
+        )
     return value.to(parameter.device).mean(0)

@@ -29,16 +29,17 @@ def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
             why, less = "ranks store shards of one model, and no rank has a separate model", "zero=0"
         asked = f"zero={decisions.zero}" if decisions.zero else "by a pin"
         raise OptionError(
-            f"dp_sync='{sync}' on parameters that are stored sharded ({asked})",
+            f"dp_sync='{sync}' cannot be combined with sharded parameters ({asked})",
             why=f"'{min(sharded)}' is sharded over {axis}: {why}",
-            hint=f"{less}, or a mesh with both axes of data, 'dpr2,dp4': shards over dp, the method over dpr",
-        )  # fmt: skip
+            hint=f"{less}, or a mesh with two data axes such as 'dpr2,dp4': parameters are sharded over dp, "
+            "dp_sync uses dpr",
+        )
     if sync.changes_models and decisions.copied:
         raise OptionError(
-            f"dp_sync='{sync}' when every rank of {axis} computes all samples", why="the rows of the batch do "
-            "not divide "
-            "over them, so there is nothing to reduce", hint="a batch that divides over the data ranks",
-        )  # fmt: skip
+            f"dp_sync='{sync}' has nothing to synchronise over {axis}",
+            why="the batch size is not divisible by the number of its ranks, so every rank computes all samples",
+            hint="a batch size that is a multiple of the number of data ranks",
+        )
 
 
 def check_full_gradients(sync: DpSync, program: Program) -> None:
@@ -55,7 +56,7 @@ def check_full_gradients(sync: DpSync, program: Program) -> None:
     if gathered_per_use:
         rest = str(sync) if sync.only else f"*={sync}"
         raise OptionError(
-            f"dp_sync='{sync}' with zero=1 for '{gathered_per_use[0]}'",
-            why="it is read in more than one layout, so every use gathers its shards and reduces its gradient",
-            hint=f"zero=0, or an exact sum: dp_sync='{gathered_per_use[0]}=all_reduce,{rest}'",
-        )
+            f"dp_sync='{sync}' cannot be combined with zero=1 for '{gathered_per_use[0]}'",
+            why="it is used in more than one layout, and each use gathers its shards and reduces its gradient "
+            "separately", hint=f"zero=0, or an exact reduction: dp_sync='{gathered_per_use[0]}=all_reduce,{rest}'",
+        )  # fmt: skip

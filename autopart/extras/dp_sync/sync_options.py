@@ -110,7 +110,7 @@ class Method:
         try:
             return dict(object.__getattribute__(self, "numbers"))[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
 
     def __str__(self) -> str:
         defaults = METHODS[self.name].takes
@@ -155,8 +155,10 @@ class Method:
         defaults = _kind_of(name).takes
         for key in numbers:
             if key not in defaults:
-                raise OptionError(f"dp_sync '{name}' has no {key}", why=f"it takes {', '.join(defaults) or 'nothing'}",
-                                  hint=FORM)  # fmt: skip
+                raise OptionError(
+                    f"dp_sync '{name}' has no parameter '{key}'",
+                    why=f"its parameters are {', '.join(defaults)}" if defaults else "it has no parameters", hint=FORM,
+                )  # fmt: skip
         complete = {**defaults, **numbers}
         return Method(name, tuple((key, _checked(name, key, value)) for key, value in complete.items()))
 
@@ -198,15 +200,19 @@ def _checked(name: str, key: str, value: Any) -> Any:
         return method
     if key == "graph":
         if value not in GRAPHS:
-            raise OptionError(f"dp_sync '{name}' has no graph '{value}'", why=f"the graphs are {', '.join(GRAPHS)}",
-                              hint=f"dp_sync='{name}:ring'")  # fmt: skip
+            raise OptionError(
+                f"dp_sync '{name}' has no graph '{value}'", why=f"the graphs are {', '.join(GRAPHS)}",
+                hint=f"dp_sync='{name}:ring'",
+            )  # fmt: skip
         return value
     type_, is_valid, requirement = _NUMBERS[key]
     if key == "every" and METHODS[name].takes[key] is None:
         is_valid, requirement = (lambda every: every >= 1), "a number of optimizer steps from 1"
     number = _read(type_, value)
     if number is None or not is_valid(number):
-        raise OptionError(f"dp_sync '{name}' with {key}={value}", why=f"it is {requirement}", hint=FORM)
+        raise OptionError(
+            f"dp_sync '{name}': {key}={value} is not valid", why=f"{key} must be {requirement}", hint=FORM
+        )
     return number
 
 
@@ -269,7 +275,7 @@ class DpSync:
         named = [(name, parsed) for name, parsed in named if name != "*"]
         from_step, seed = _read(int, dp_sync.get("from_step", 0)), _read(int, dp_sync.get("seed", 0))
         if from_step is None or from_step < 0 or seed is None:
-            raise OptionError("dp_sync from_step and seed are integers", hint="{'strategy': ..., 'from_step': 100}")
+            raise OptionError("dp_sync from_step and seed must be integers", hint="{'strategy': ..., 'from_step': 100}")
         across = dp_sync.get("across", "all")
         if across not in ("all", "node"):
             raise OptionError(
@@ -344,11 +350,14 @@ def _checked_combination(sync: DpSync) -> DpSync:
     """Return `sync`. Raise OptionError if its methods or options exclude each other."""
     if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
         raise OptionError(
-            f"dp_sync='{sync}' mixes methods of models and of gradients",
-            why="a method of models applies to all parameters: every data rank has its own model",
+            f"dp_sync='{sync}' combines a method that averages models with other methods",
+            why="a method that averages models applies to all parameters: every data rank has its own model",
             hint=f"dp_sync='{sync.method}'",
         )
     if sync.changes_models and sync.from_step:
-        raise OptionError(f"dp_sync='{sync}' with from_step={sync.from_step}", why="replicas differ from the first "
-                          "step on", hint="train the first steps with dp_sync='all_reduce'")  # fmt: skip
+        raise OptionError(
+            f"dp_sync='{sync}' cannot begin at from_step={sync.from_step}",
+            why="if a method averages models, the replicas differ from the first step on",
+            hint="train the first steps with dp_sync='all_reduce'",
+        )
     return sync

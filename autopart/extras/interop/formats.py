@@ -113,14 +113,14 @@ def _check_expressible(
     size, tp = sizes[place.dim], plan.mesh.get("tp", 1)
     why = ""
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        why = f"it is of a {type(module).__name__}; the format speaks of nn.Linear and nn.Embedding"
+        why = f"it belongs to a {type(module).__name__}, and the format only describes nn.Linear and nn.Embedding"
     elif place.sections:
-        why = "the format does not shard a fused projection section by section"
+        why = "the format does not shard the sections of a fused projection separately"
     elif size % tp:
         why = f"{size} is not a multiple of tp={tp}, and the format has no shards of unequal sizes"
     if why:
         raise LayoutError(
-            f"the format cannot express '{pattern_of(name)}' as {place}", why=why,
+            f"the format cannot express the layout {place} of '{pattern_of(name)}'", why=why,
             where=plan.where("parameters", pattern_of(name)),
             hint=f"a plan with pins={{'{pattern_of(name)}': {{'tp': 'R'}}}}",
         )  # fmt: skip
@@ -139,7 +139,8 @@ def _check_collectives(plan: Plan) -> None:
                 f"the format cannot express the {other[0]} in {row.where}",
                 why="it only describes column-parallel modules followed by row-parallel ones",
                 where=plan.where("collectives", row.where),
-                hint=f"a plan with pins={{'{row.where}': {{'tp': 'R'}}}}, or for the modules around it",
+                hint=f"a plan with pins={{'{row.where}': {{'tp': 'R'}}}}, or such pins for the modules before and "
+                f"after it",
             )  # fmt: skip
 
 
@@ -284,10 +285,10 @@ def stage_modules(plan: Plan) -> list[str]:
             )
             raise StageError(
                 f"the format cannot express that stage {stage['stage']} begins with '{stage['first']}'",
-                why="this is inside a module; in the format, stages begin with modules",
+                why="it is inside a module, and in this format stages begin with modules",
                 where=plan.where("cuts", stage["first"]),
                 hint=f"a plan with pins={{'stages': {{'together': [['{layers}']]}}}}",
-            )  # fmt: skip
+            )
         modules.append(begins[0])
     return modules
 
@@ -395,9 +396,10 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     for name, style in given.items():
         if type(style).__name__ == "SplitPoint":
             if style.name != "BEGINNING":
-                why = "a pin says where a stage begins"
                 raise OptionError(
-                    f"'{name}' has {style}", why=why, hint="SplitPoint.BEGINNING of the module that follows"
+                    f"{style} of '{name}' cannot be read as a pin",
+                    why="a pin names the operator or module with which a stage begins",
+                    hint="SplitPoint.BEGINNING of the module that follows",
                 )
             cuts.append(name)
             continue
@@ -405,8 +407,9 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         if place is None:
             known = ", ".join(_WEIGHTS)
             raise OptionError(
-                f"'{name}' has the style {style!r}", why="it describes more than the layout of a weight", hint=known
-            )
+                f"the style {style!r} of '{name}' cannot be read as a pin",
+                why="it describes more than the layout of a weight", hint=known,
+            )  # fmt: skip
         pins[f"{name}.weight"] = {"tp": str(place)}
     return {**pins, **({"stages": {"cut_before": cuts}} if cuts else {})}
 

@@ -32,7 +32,7 @@ from autopart.runtime.gradients.step_reduction import accumulate_earlier, sync_t
 from autopart.runtime.overlapped_batches import OverlappedBatches
 from autopart.runtime.pipeline_stages import Pipeline
 from autopart.runtime.training.backward_hooks import defer_hooks
-from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
+from autopart.runtime.training.loss_scaling import LossScaling, explain_missing_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by
 
 
@@ -266,19 +266,23 @@ class InFlight(OverlappedBatches):
         """Raise UsageError if a batch is in flight, or its gradients are not in `.grad` yet."""
         if self.batch is not None or self.finished is not None:
             raise UsageError(
-                f"{what} while a batch is in flight",
+                f"{what} cannot run while a batch is in flight",
                 why="under schedule='1f1b_2bw' the gradient of the last step() is not complete yet",
                 hint="loss = pm.flush() and optimizer.step() first",
             )
 
     def check_step(self, options: StepOptions, leaves_unreduced: bool) -> None:
-        why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
+        why = "with this schedule step() returns the loss and leaves the gradients of the previous batch"
         if options.outputs:
-            raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
-                             "pm(**batch), which finishes what has begun first")  # fmt: skip
+            raise UsageError(
+                "outputs=True is not supported with schedule='1f1b_2bw'", why=why,
+                hint="with torch.no_grad(): pm(**batch), which first finishes the batch in flight",
+            )  # fmt: skip
         if leaves_unreduced:
-            raise UsageError("step() inside no_sync()", why=why,
-                             hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip
+            raise UsageError(
+                "step() cannot run inside no_sync() with schedule='1f1b_2bw'", why=why,
+                hint="one batch that is as large as all of them, split into more microbatches",
+            )  # fmt: skip
 
     def _advance(self, beginning: BatchInFlight | None, loss_scale: float, meet: Callable[[], None]) -> None:
         """Start a batch and finish the batch in flight; either can be None.
@@ -322,7 +326,7 @@ class InFlight(OverlappedBatches):
         first = [(beginning, index) for index in range(num_warmup)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
         reducing = finishing.executable.reduce_during_backward() if finishing else nullcontext()
-        with torch.enable_grad(), no_autocast(), naming_operators(), reducing:
+        with torch.enable_grad(), no_autocast(), explain_missing_operators(), reducing:
             for index, (forward, backward) in enumerate(itertools.zip_longest([*remaining, *first], backwards)):
                 if first and index == len(remaining):
                     error = _error_of(meet)

@@ -16,14 +16,14 @@ def check_delayed(schedule: str, program: Program) -> None:
     sharding_axes = storing_axes(program)
     if sharding_axes:
         raise StageError(
-            f"schedule='{schedule}' with parameters stored sharded over {sharding_axes[0]} (zero=)",
+            f"schedule='{schedule}' cannot be combined with parameters sharded over {sharding_axes[0]} (zero=)",
             why="the schedule needs two unsharded versions of the weights", hint=f"zero=0, or {_FLUSHING}",
         )  # fmt: skip
     updates = [update.name for stage in program.stages for update in stage.updates]
     written = [f"buffer '{name}'" for name in updates] + [f"weight '{name}'" for name in program.weight_updates]
     if written:
         raise StageError(
-            f"schedule='{schedule}' of a model whose forward writes {written[0]}",
-            why="the first microbatches of a batch run before the last ones of the previous batch have written it",
-            hint=f"model.eval() if that stops the writing, or {_FLUSHING}",
+            f"schedule='{schedule}' does not support a model whose forward writes {written[0]}",
+            why="the first microbatches of a batch run before the last microbatches of the previous batch have "
+            "written it", hint=f"model.eval() if that stops the writing, or {_FLUSHING}",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The repeated block of each operator of a traced graph."""
+"""Assignment of the operators of a traced graph to repeated blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from autopart.ir.graph import on_parameters, parents
 
 
 def blocks(traced: fx.Graph) -> dict[str, str]:
-    """Return {key of an operator that depends on parameters: its repeated block, "" outside of blocks}.
+    """Return {operator key: path of the repeated block that contains the operator}, "" outside of blocks.
 
-    A block is a module whose path ends in a number (`layers.3`) and that shares at least half of its operators with a
-    module of the same path and another number. Of nested blocks only the outermost counts. If no module is such a
-    block, a block is a sequence of operators that repeats (`passes/facts/find_blocks.py`), such as one layer that is
-    called many times.
+    Operators that depend on no parameter are left out. A repeated block is a module whose path ends in a number
+    (`layers.3`). It shares at least half of its operators with a sibling such as `layers.4`. If blocks are nested, an
+    operator belongs to the outermost one.
+
+    If there is no such module, for example because one layer is called many times, blocks are repeated sequences of
+    operators (`passes/facts/find_blocks.py`).
     """
     nodes = {facts(node)["key"]: node for node in on_parameters(traced)}
     inside: dict[str, set[str]] = defaultdict(set)

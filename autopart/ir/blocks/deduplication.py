@@ -1,4 +1,7 @@
-"""Block deduplication: of a chain of equal blocks, a graph contains one block that represents several."""
+"""Block deduplication: one of several consecutive identical blocks is in the graph and represents all.
+
+For example, layer 3 of a trace represents the layers 3 to 12 of the model.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ T = TypeVar("T")
 
 
 class NotDeduplicable(AutopartError):
-    """Raised if a deduplicated trace cannot serve a request. The planner then uses the full trace."""
+    """Error: a request needs the full trace, not the deduplicated one.
+
+    The planner then uses the full trace.
+    """
 
 
 class DeduplicatedBlock(NamedTuple):
-    """Block `path.number`, which represents the `times` blocks from `path.number` on.
+    """The block `path.number` of a graph, which represents `times` identical blocks of the model.
 
-    The chain consists of the blocks `path.0`, `path.1`, ... The graph contains block `number` of the represented
-    blocks. Blocks after the represented ones keep their names.
+    It represents the blocks `number` to `number + times - 1` of the module list `path`. All other blocks of the list
+    are in the graph under their own names.
 
-    >>> chain = DeduplicatedBlock("model.layers", 3, 10)
-    >>> chain.original("model.layers.7.mlp.up.weight"), chain.original("model.layers.13.mlp.up.weight")
+    >>> block = DeduplicatedBlock("model.layers", 3, 10)
+    >>> block.original("model.layers.7.mlp.up.weight"), block.original("model.layers.13.mlp.up.weight")
     ('model.layers.3.mlp.up.weight', 'model.layers.13.mlp.up.weight')
     """
 
@@ -30,27 +36,30 @@ class DeduplicatedBlock(NamedTuple):
     times: int
 
     def original(self, name: str) -> str:
-        """Return the name in the graph that represents this name of a module, parameter or operator."""
+        """Map the name of a module, parameter or operator to the name that represents it in the graph."""
         number, rest = self._placed(name)
         if number is None or not self.number < number < self.number + self.times:
             return name
         return f"{self.path}.{self.number}{rest}"
 
     def later(self, name: str, blocks: int) -> str:
-        """Return `name` with its block number increased by `blocks`; unchanged outside the representing block."""
+        """Return `name` with its block number increased by `blocks`.
+
+        Names outside of this block do not change.
+        """
         number, rest = self._placed(name)
         return name if number != self.number else f"{self.path}.{number + blocks}{rest}"
 
     def holds(self, name: str) -> bool:
-        """Return True if a module, parameter or operator is in the representing block."""
+        """Return True if a module, parameter or operator of the graph is in this block."""
         return self._placed(name)[0] == self.number
 
     def block(self, name: str) -> int | None:
-        """Return the block number of a module, parameter or operator; None if it is outside the chain."""
+        """Return the block number in the name of a module, parameter or operator; None outside of `path`."""
         return self._placed(name)[0]
 
     def _placed(self, name: str) -> tuple[int | None, str]:
-        """Split a name into its block number and the rest."""
+        """Split `path.3.mlp` into 3 and `.mlp`. The number is None for a name outside of `path`."""
         if not name.startswith(f"{self.path}."):
             return None, ""
         rest = name[len(self.path) + 1 :]
@@ -64,23 +73,20 @@ DeduplicatedBlocks = tuple[DeduplicatedBlock, ...]
 
 
 def original(folds: DeduplicatedBlocks, name: str) -> str:
-    """Return the name in the graph that represents this name of a module, parameter or operator."""
+    """Map the name of a module, parameter or operator to the name that represents it in the graph."""
     for fold in folds:
         name = fold.original(name)
     return name
 
 
 def names_of(folds: DeduplicatedBlocks, name: str) -> list[str]:
-    """Return the names of the model that a name in the graph represents, one per represented block."""
+    """Return all names of the model that a name in the graph represents, one per represented block."""
     fold = next((fold for fold in folds if fold.holds(name)), None)
     return [name] if fold is None else [fold.later(name, i) for i in range(fold.times)]
 
 
 def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
-    """Return `name` with its block number increased by `blocks`.
-
-    A name outside of representing blocks is returned unchanged.
-    """
+    """Return `name` with its block number increased by `blocks`. Names outside of `folds` do not change."""
     for fold in folds:
         name = fold.later(name, blocks)
     return name
@@ -89,14 +95,14 @@ def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
 def expand_blocks(
     folds: DeduplicatedBlocks, items: Sequence[T], name: Callable[[T], str], at: Callable[[T, int], T]
 ) -> Iterator[T]:
-    """Yield all items in order. Yield the items of a representing block once per represented block.
+    """Yield the items of a graph, with those of each deduplicated block repeated `times` times.
 
     Args:
-        items: objects that each belong to a name in the graph.
-        name: returns the name of an item.
-        at: `at(item, i)` returns the item that corresponds to `item` in the i-th block after the representing one.
+        items: objects with names in the graph, such as operators in graph order.
+        name: function that returns the name of an item.
+        at: function that returns the copy of an item for the i-th represented block: `at(item, i)`.
 
-    Raises NotDeduplicable if the items of a representing block are not consecutive.
+    Raises NotDeduplicable if items of other blocks are between the items of a deduplicated block.
     """
     fold_of_item = [next((fold for fold in folds if fold.holds(name(item))), None) for item in items]
     start, yielded = 0, set[DeduplicatedBlock]()

@@ -1,10 +1,12 @@
-"""Buckets of parameters: one collective per block of a model, overlapped with compute.
+"""Buckets of parameters: one collective for the parameters of a block, overlapped with compute.
 
 A bucket contains consecutive parameters of one repeated block, in the order of their use in a stage. Blocks smaller
-than `LEAST_BYTES` share a bucket, and a larger block can be split. The parameters that are used first are split most:
-their gradients come last, when little compute remains to overlap with. A large gradient that is all-reduced waits for
-no other gradient. (Li et al. 2020, arXiv:2006.15704, section 3.2, motivates buckets; Zhao et al. 2023,
-arXiv:2304.11277, section 3.3, blocks.)
+than `LEAST_BYTES` share a bucket. Blocks with large parameters are split, and the first blocks of a stage into the
+smallest buckets: their gradients are computed last, when little compute remains to overlap with. A large gradient that
+is all-reduced gets a bucket of its own.
+
+Li et al. 2020 (arXiv:2006.15704, section 3.2) motivates buckets, Zhao et al. 2023 (arXiv:2304.11277, section 3.3)
+buckets of blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ for an earlier one before it copies."""
 
 
 def by_first_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
-    """Sort the parameters `names` by their first use in a stage graph; leave out those without a use."""
+    """Return the names that a stage graph uses, sorted by first use."""
     wanted = set(names)
     read = (
         str(used.target)
@@ -46,7 +48,7 @@ def by_first_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
 
 
 def block_of(name: str) -> str:
-    """Return the repeated block of a parameter, "" if there is none.
+    """Return the path of the repeated block that contains a parameter; "" outside of blocks.
 
     >>> block_of("model.layers.3.mlp.up.weight"), block_of("lm_head.weight")
     ('model.layers.3', '')
@@ -56,9 +58,7 @@ def block_of(name: str) -> str:
 
 
 def block_runs(names: Iterable[str]) -> list[int]:
-    """Number the runs of consecutive parameters that belong to one block.
-
-    Returns the run number of each parameter.
+    """Number the runs of consecutive parameters of one block. Return the run number of each parameter.
 
     >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
     [0, 1, 1, 2, 3]
@@ -110,17 +110,17 @@ def bucketed(
 
 
 def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
-    """Group names by `kind[name]`. Groups are ordered by their first name."""
+    """Group names with equal `kind[name]`. Groups are ordered by their first name."""
     rows: dict[object, list[str]] = {}
     for name in names:
         rows.setdefault(kind[name], []).append(name)
     return list(rows.values())
 
 
-def alike(
+def bucket_by_kind(
     tensors: Mapping[str, Tensor], kind: Mapping[str, object] | None = None, most_bytes: int | None = BUCKET_BYTES
 ) -> list[tuple[str, ...]]:
-    """Split tensors into buckets of equal dtype and equal `kind[name]`, ignoring block boundaries.
+    """Split tensors into buckets of one dtype and one `kind[name]`. A bucket can span several blocks.
 
     Returns the names of each bucket.
     """

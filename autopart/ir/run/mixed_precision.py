@@ -1,8 +1,8 @@
 """Mixed precision: the dtypes of compute and of gradient reduction.
 
 Mixed precision (Micikevicius et al. 2018, arXiv:1710.03740) works as FSDP2's `MixedPrecisionPolicy(param_dtype,
-reduce_dtype, output_dtype=float32, cast_forward_inputs=True)`. A parameter is stored and trained in its own dtype. It
-is cast where it is read, before it is gathered.
+reduce_dtype, output_dtype=float32, cast_forward_inputs=True)`. A parameter is stored and trained in its own dtype. Each
+use casts the parameter to the compute dtype. A ZeRO shard is cast before its all-gather.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype of compute (for parameters and inputs), and dtype in which ranks reduce gradients."""
+    """Dtype in which parameters and inputs are used, and dtype in which ranks reduce gradients."""
 
     compute: torch.dtype
     reduce: torch.dtype = torch.float32
 
     @staticmethod
     def parse(name: str | None, reduce_name: str | None = None) -> Precision | None:
-        """Return the precision from options or a plan, None if the model computes in its own dtypes.
+        """Return the precision with these names. Without a name, return None: the model's own dtypes.
 
         >>> Precision.parse("bf16")
         Precision(compute=torch.bfloat16, reduce=torch.float32)
@@ -53,5 +53,5 @@ class Precision:
 
 
 def as_output(value: Tensor) -> Tensor:
-    """Cast an output of the model to float32, in which the caller gets it, if it is floating point."""
+    """Cast a floating-point output of the model to float32, as FSDP2's `output_dtype=float32` does."""
     return value.float() if value.is_floating_point() else value

@@ -42,7 +42,9 @@ def parse_recompute(recompute: Any) -> Recompute:
         raise OptionError(f"unknown recompute={recompute!r}", hint=f"recompute={RECOMPUTE_MODES}")
     for name, word in recompute.items():
         if not isinstance(name, str) or not name or word not in get_args(RecomputeMode):
-            raise OptionError(f"recompute of '{name}' is {word!r}", why=f"a mode is {RECOMPUTE_MODES}", hint=FORM)
+            raise OptionError(
+                f"unknown recompute mode {word!r} for '{name}'", why=f"the modes are {RECOMPUTE_MODES}", hint=FORM
+            )
     return dict(recompute)
 
 
@@ -63,7 +65,7 @@ def recompute_modes_of(recompute: Recompute) -> set[RecomputeMode]:
 
 
 def text_of(recompute: Recompute) -> str:
-    """Return the text that `parse_recompute` reads."""
+    """Format a value of `recompute=` as text that `parse_recompute` accepts."""
     return recompute if isinstance(recompute, str) else ",".join(f"{name}={word}" for name, word in recompute.items())
 
 
@@ -78,7 +80,7 @@ def check_names(recompute: Recompute, blocks: Iterable[str], where: str = "") ->
 
 
 def _runs(blocks: Iterable[str]) -> list[str]:
-    """Shorten block names to the first and last of each chain: `transformer.h.0 to transformer.h.11`."""
+    """Shorten consecutive block names to the first and last one: `transformer.h.0 to transformer.h.11`."""
     by_container: dict[str, list[str]] = {}
     for block in blocks:
         by_container.setdefault(block.rpartition(".")[0], []).append(block)

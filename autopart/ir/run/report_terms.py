@@ -22,10 +22,10 @@ TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind in one module, added up over all repeated blocks.
+    """Total of one kind of collective in one module, over all repeated blocks.
 
-    `count`: number of calls. `bytes`: bytes that one rank sends in all of these calls. `per`: `"microbatch"`, or
-    `"step"` for gradients of parameters.
+    `count`: number of calls. `bytes`: bytes that one rank sends in all of these calls. `per`: `"microbatch"` if they
+    run for every microbatch, `"step"` if they run once a step.
     """
 
     where: str

@@ -1,9 +1,9 @@
 """Scatter-gather sends between pipeline stages (Narayanan et al. 2021, arXiv:2104.04473, section 4.1).
 
-Without them, ranks that differ only on the feature axes each send the same replicated value over the slow link between
-stages. With them, each of these ranks sends one shard, and the receivers gather the shards over the fast link between
-them. `R` becomes `S(d)` before the send (a slice, whose backward is an all-gather) and `R` again after it (an
-all-gather, whose backward is a slice).
+A value that leaves a stage is often replicated over tensor-parallel ranks. Without this method, each of these ranks
+sends the full value over the slow link between stages. With it, each rank sends one shard, and the receivers gather the
+shards over their fast link. `R` becomes `S(d)` before the send (a slice, whose backward is an all-gather) and `R` again
+after it (an all-gather, whose backward is a slice).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from autopart.ir.mesh import Mesh
 
 
 def scatter_layout(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] | None:
-    """Return the layout in which a traced value is sent as shards; None if it is not sent as shards.
+    """Return the layout with which a replicated value is sent as shards; None if it must be sent in full.
 
-    The value must be replicated on all feature axes (`R(grad P)` would need a reduce-scatter). The last dim that can be
-    sharded is used: no axis shards it yet, its size is static, and the number of ranks divides it.
+    The value must be replicated on all tensor-parallel axes; for `R(grad P)` the backward would need a reduce-scatter.
+    The value is sharded along its last suitable dim. A dim is suitable if no axis shards it, its size is static, and
+    the number of ranks divides the size.
     """
     axes = mesh.along("features")
     if not axes or any(layout.get(axis, R) != R for axis in axes):

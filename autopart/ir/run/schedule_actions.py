@@ -1,4 +1,4 @@
-"""The actions of a pipeline schedule on each rank, in the terms of `torch.distributed.pipelining`."""
+"""Actions of a pipeline schedule on each rank, as `torch.distributed.pipelining` defines them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Action(NamedTuple):
 
     `kind`: `"F"` forward, `"B"` full backward, `"I"` input backward, `"W"` weight backward.
 
-    `joined`: torch runs the action together with the next one and sends the results of both afterwards (DualPipeV).
+    `joined`: True if torch overlaps the action with the next one (DualPipeV). Both send their results after both have
+    run.
     """
 
     stage: int
@@ -25,9 +26,9 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=256)
 def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of the ranks at each `pp` coordinate, in order.
+    """Return, for each `pp` coordinate, the actions of its ranks in order.
 
-    With one stage they are the forward and backward of each microbatch.
+    Without a schedule (one stage), they are the forward and backward of each microbatch.
 
     >>> [f"{a.stage}{a.kind}{a.microbatch}" for a in actions("gpipe", 2, 2, 2)[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -51,7 +52,7 @@ def _plain(order: list[Any]) -> Iterator[Action]:
 
 
 class PeakActivations(NamedTuple):
-    """Peak bytes of saved activations, and the microbatches in flight on each stage at the peak."""
+    """Peak bytes of saved activations of a rank, and how many microbatches each stage has in flight then."""
 
     size_bytes: int
     in_flight: dict[int, int]
@@ -60,12 +61,12 @@ class PeakActivations(NamedTuple):
 def peak_activations(
     order: tuple[Action, ...], activations: Mapping[int, int], delayed: Mapping[int, int]
 ) -> PeakActivations:
-    """Return the peak memory that a rank saves for backward while it runs its actions.
+    """Return the peak memory of activations that a rank saves for backward.
 
     Args:
         order: the actions of the rank.
         activations: {stage: bytes that a microbatch saves from its forward to the end of its backward}.
-        delayed: {stage: bytes of gradients that wait for a separate weight backward}.
+        delayed: {stage: bytes that a microbatch saves from its input backward to its weight backward}.
     """
     peak = PeakActivations(-1, {})
     for _, in_flight, waiting in _while_running(order, activations):
@@ -78,10 +79,10 @@ def peak_activations(
 def _while_running(
     order: Iterable[Action], stages: Iterable[int]
 ) -> Iterator[tuple[Action, Mapping[int, int], Mapping[int, int]]]:
-    """Yield each action, with two counts per stage while the action runs.
+    """Yield each action with two dicts, {stage: number of microbatches}, that are valid while it runs.
 
-    The first counts microbatches whose activations are saved. The second counts microbatches that wait for their weight
-    backward.
+    The first counts microbatches whose activations are saved. The second counts microbatches between their input
+    backward and weight backward.
     """
     in_flight = dict.fromkeys(stages, 0)
     waiting = dict(in_flight)
@@ -96,10 +97,12 @@ def _while_running(
 class StageBytes(NamedTuple):
     """Memory of one microbatch of a stage on a rank, in bytes.
 
-    `held`: saved from its forward to the end of its backward. `delayed`: gradients that wait from the input backward to
-    the weight backward. `forward`, `backward`: peak above `held` during either. `first_backward`: peak above `held`
-    during the first backward of a step, which includes the weight gradients allocated so far. `gradients`: gradients of
-    the stage's weights.
+    Attributes:
+        held: activations that are saved from the forward to the end of the backward.
+        delayed: gradients that are saved from the input backward to the weight backward.
+        forward, backward: peak during a forward or a backward, in addition to these activations.
+        first_backward: like `backward`, for the first backward of a step, which also allocates weight gradients.
+        gradients: gradients of the stage's weights.
     """
 
     held: int
@@ -113,12 +116,12 @@ class StageBytes(NamedTuple):
 def peak_stage_bytes(order: tuple[Action, ...], stages: Mapping[int, StageBytes], gradients: int) -> int:
     """Return the peak bytes of activations and gradients while a rank runs its actions.
 
-    Before the first action no gradient is allocated.
+    Gradients of weights are allocated by the first backward of each stage.
 
     Args:
         order: the actions of the rank.
         stages: {stage: its memory}.
-        gradients: bytes of the gradients of all weights of the rank. Tied weights of two stages count once.
+        gradients: bytes of the gradients of all weights of the rank. Weights that two stages share count once.
     """
     with_gradients: set[int] = set()
     peak = 0

@@ -1,4 +1,4 @@
-"""Pipeline schedules, and the numbers of stages and microbatches that each can run. Imports no torch."""
+"""Pipeline schedules, and the numbers of stages and microbatches that each supports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIMPLER = {"1f1b_2bw": "1f1b", "dualpipev": "zbv"}
 
 
 def schedule_named(name: str) -> str:
-    """Return the schedule that a name means, in any case and in the spelling of torch or of papers.
+    """Convert a schedule name to autopart's spelling. Case, separators and torch's prefix do not matter.
 
     An unknown name is returned unchanged.
 
@@ -39,12 +39,15 @@ def _letters(name: str) -> str:
 
 
 def versions_of(schedule: str | None) -> int:
-    """Return how many versions of its weights and of a batch's inputs a rank stores under a schedule."""
+    """Return how many versions of the weights and of the batch inputs a rank stores: 2 for PipeDream-2BW."""
     return 2 if schedule in DELAYED else 1
 
 
 def schedule_extra(schedule: str | None) -> Any:
-    """Import and return the package that runs a schedule of `DELAYED`, None for other schedules."""
+    """Import the optional package that runs an asynchronous schedule (PipeDream-2BW).
+
+    Returns None for all other schedules.
+    """
     return load_extra("pipedream_2bw") if schedule in DELAYED else None
 
 
@@ -52,43 +55,58 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
     """Raise StageError if a schedule cannot run this number of stages and microbatches on `pp` ranks."""
     if schedule not in SCHEDULES:
         raise StageError(f"unknown schedule '{schedule}'", hint=", ".join(SCHEDULES))
-    head = f"schedule='{schedule}' cannot run {num_stages} stages on pp={pp} with {microbatches} microbatches"
+    cannot_run = f"schedule='{schedule}' cannot run {num_stages} stages on pp={pp} with {microbatches} microbatches"
     if num_stages % pp:
-        raise StageError(head, why=f"{num_stages} is not a multiple of {pp}", hint=f"{pp} or {2 * pp} stages")
+        raise StageError(
+            cannot_run, why=f"the number of stages is not a multiple of pp={pp}", hint=f"{pp} or {2 * pp} stages"
+        )
     per_rank = num_stages // pp
     if schedule in SINGLE_STAGE and per_rank != 1:
-        raise StageError(head, why=f"it runs one stage per rank, not {per_rank}", hint="virtual_stages=1")
+        raise StageError(
+            cannot_run, why=f"this schedule runs one stage per rank, not {per_rank}", hint="virtual_stages=1"
+        )
     if schedule in V_SHAPED and per_rank != 2:
-        raise StageError(head, why=f"it runs two stages per rank, not {per_rank}", hint="virtual_stages=2")
+        raise StageError(
+            cannot_run, why=f"this schedule runs two stages per rank, not {per_rank}", hint="virtual_stages=2"
+        )
     least = num_stages if schedule in ("dualpipev", *DELAYED) else 1
     if microbatches < least:
-        raise StageError(head, why=f"it needs at least {least} microbatches", hint=f"microbatches={least}")
+        raise StageError(
+            cannot_run, why=f"this schedule needs at least {least} microbatches", hint=f"microbatches={least}"
+        )
     rounds = max(1, microbatches // pp)
     if schedule.startswith("interleaved") and microbatches % rounds:
-        why = f"{microbatches} microbatches do not fill {rounds} rounds of equal length"
-        raise StageError(head, why=why, hint=f"microbatches={rounds * pp}")
+        raise StageError(
+            cannot_run,
+            why=f"{microbatches} microbatches cannot be split into {rounds} equal rounds of one microbatch or "
+            "more per rank", hint=f"microbatches={rounds * pp}",
+        )  # fmt: skip
 
 
 def check_compile(compile: object, schedule: str | None) -> None:
-    """Raise OptionError if stages cannot be compiled."""
+    """Raise OptionError if `compile` is invalid, or if the schedule does not support compiled stages."""
     if not isinstance(compile, bool):
-        raise OptionError(f"compile={compile!r} is not a choice", hint="compile=True, or False")
+        raise OptionError(f"compile={compile!r} is neither True nor False", hint="compile=True, or False")
     if compile and schedule in SPLIT_BACKWARD:
-        raise OptionError(f"compile=True with schedule='{schedule}'",
-                          why="the schedule splits the backward in two, and a compiled stage cannot",
-                          hint="another schedule, for example '1f1b' or 'interleaved_1f1b'")  # fmt: skip
+        raise OptionError(
+            f"compile=True cannot be combined with schedule='{schedule}'",
+            why="the schedule runs the backward in two parts, and a compiled stage has one backward",
+            hint="another schedule, for example '1f1b' or 'interleaved_1f1b'",
+        )
 
 
 def check_precision(schedule: str | None, precision: str | None) -> None:
-    """Raise StageError for fp16 with a schedule that cannot scale the loss."""
+    """Raise StageError for fp16 with an asynchronous schedule, which cannot scale the loss."""
     if schedule in DELAYED and precision == "fp16":
-        raise StageError(f"schedule='{schedule}' with precision='fp16'",
-                         why="the previous batch would determine the loss scale",
-                         hint="precision='bf16', or schedule='1f1b', which finishes each batch")  # fmt: skip
+        raise StageError(
+            f"precision='fp16' cannot be combined with schedule='{schedule}'",
+            why="step() leaves the gradient of the previous batch, so the loss scale would change one batch late",
+            hint="precision='bf16', or schedule='1f1b', which finishes each batch",
+        )
 
 
 def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
-    """Return True if `check_schedule` does not raise."""
+    """Return True if the schedule supports these numbers of stages, ranks and microbatches."""
     try:
         check_schedule(schedule, num_stages, pp, microbatches)
     except StageError:
@@ -97,7 +115,7 @@ def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
 
 
 def schedule_for(schedule: str, num_stages: int, pp: int, microbatches: int) -> str:
-    """Return the schedule; if a call has too few microbatches for it, return its simpler replacement.
+    """Return the schedule, or its simpler replacement if a call has too few microbatches for it.
 
     >>> schedule_for("dualpipev", 4, 2, 8), schedule_for("dualpipev", 4, 2, 3)
     ('dualpipev', 'zbv')

@@ -1,7 +1,7 @@
-"""The option `dp_sync=`: how data-parallel ranks synchronise gradients or models.
+"""The option `dp_sync=`: how data-parallel ranks synchronize gradients or models.
 
 The default is an exact all-reduce of gradients (`ALL_REDUCE`). All other methods are in `autopart.extras.dp_sync`,
-which is imported when an option names one of them. They implement the two protocols below.
+which is imported if the option names one of them. They implement `SyncMethod` and `SyncOption`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SYNC_NAMES = (
 
 
 class Exchange(NamedTuple):
-    """Collective of one kind (`"send"`: point to point) of `size_bytes` bytes, run `often` times a step.
+    """A collective (or, for kind "send", a point-to-point send) that a `dp_sync` method runs in a step.
 
-    `size_bytes` and `often` can be sympy expressions.
+    `size_bytes` is the size of its tensor, `often` the number of calls per step. Both can be sympy expressions.
     """
 
     kind: str
@@ -37,13 +37,13 @@ class Exchange(NamedTuple):
 
 
 class MethodParameters(NamedTuple):
-    """Bytes of the parameters that one `dp_sync` method synchronises on a rank.
+    """Sizes of the parameters that one `dp_sync` method synchronizes on a rank.
 
     Args:
         method: the method.
         size_bytes: bytes of the parameters.
-        made_bytes: bytes of the compressed form that a rank sends.
-        factor_bytes: bytes of the factors that PowerSGD sends instead of matrices.
+        made_bytes: bytes of the compressed gradients that a rank sends.
+        factor_bytes: bytes of the low-rank factors that PowerSGD sends instead of gradient matrices.
     """
 
     method: SyncMethod
@@ -53,36 +53,36 @@ class MethodParameters(NamedTuple):
 
 
 class SyncMethod(Protocol):
-    """A method that replaces the gradient reduction of some parameters over the data axis. Hashable."""
+    """Protocol of a method that replaces the gradient all-reduce over the data axis. Hashable."""
 
     @property
     def changes(self) -> str:
-        """`"gradients"`, or `"models"` if every data rank has its own model."""
+        """Synchronized tensors: `"gradients"`, or `"models"` if every data rank trains its own model."""
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
-        """Return the bytes that a rank sends for a vector of `numel` elements."""
+        """Return the bytes that a rank sends to synchronize a vector of `numel` elements."""
 
     def factor_bytes(self, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
-        """Return the bytes of the low-rank factors that a rank sends of its shard of a parameter."""
+        """Return the bytes of the low-rank factors that represent a rank's shard of a parameter."""
 
     def exchanges(self, of: MethodParameters, num_ranks: Any, several: int) -> Sequence[Exchange]:
-        """Return the collectives of a step.
+        """Return the collectives that the method runs in a step.
 
         Args:
-            of: bytes of the parameters that the method synchronises.
-            num_ranks: number of ranks, or a sympy expression of it.
-            several: number of ranks as an integer.
+            of: sizes of the parameters that the method synchronizes.
+            num_ranks: number of ranks, as an integer or as a sympy expression.
+            several: number of ranks, always as an integer.
         """
 
     def passes(self, num_ranks: int) -> float:
-        """Return the local memory traffic of a step, as a multiple of the gradients' bytes."""
+        """Return the method's local memory traffic per step, divided by the bytes of the gradients."""
 
     def state_bytes(self, of: MethodParameters, num_ranks: int) -> float:
-        """Return the bytes of state that a rank stores between steps."""
+        """Return the bytes of the method's state (such as error feedback) that a rank stores between steps."""
 
 
 class SyncOption(Protocol):
-    """A value of `dp_sync=`. Hashable; its text is a value that `parse_sync` reads."""
+    """Protocol of a parsed value of `dp_sync=`. Hashable; `str` returns a text that `parse_sync` accepts."""
 
     @property
     def is_default(self) -> bool:
@@ -90,27 +90,27 @@ class SyncOption(Protocol):
 
     @property
     def changes_models(self) -> bool:
-        """True if every data rank has its own model."""
+        """True if every data rank trains its own model, so that models differ between synchronizations."""
 
     def as_data(self) -> dict[str, Any]:
-        """Return a mapping that `parse_sync` reads, as plans store it."""
+        """Return the option as the dict that plans store and `parse_sync` accepts."""
 
     def method_of(self, name: str) -> SyncMethod | None:
-        """Return the method of a parameter, None if its gradient is all-reduced."""
+        """Return the method of a parameter; None if its gradient is all-reduced."""
 
     def axis(self, mesh: Mesh) -> str:
-        """Return the mesh axis that methods communicate over, "" without methods. Raises OptionError."""
+        """Return the mesh axis over which methods communicate, "" without methods. Raises OptionError."""
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Raise OptionError if a method does not support how a parameter is stored."""
+        """Raise OptionError if a method does not support the layout in which a parameter is stored."""
 
     def check_program(self, program: Program) -> None:
-        """Raise OptionError if a method needs a full gradient that the program does not compute."""
+        """Raise OptionError if a method needs a full gradient, but the program computes only shards of it."""
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The default `SyncOption`: an exact all-reduce of all gradients."""
+    """The default value of `dp_sync=`: an exact all-reduce of all gradients."""
 
     is_default = True
     changes_models = False
@@ -138,7 +138,7 @@ ALL_REDUCE = AllReduce()
 
 
 def parse_sync(value: Any) -> SyncOption:
-    """Parse a value of `dp_sync=`: text, or a mapping as in a plan. Raises OptionError for invalid values."""
+    """Parse a value of `dp_sync=`: text, or a dict as in a plan. Raises OptionError for invalid values."""
     is_default = value is None or isinstance(value, AllReduce)
     if isinstance(value, str):
         is_default = value.strip() == str(ALL_REDUCE)
@@ -151,5 +151,5 @@ def parse_sync(value: Any) -> SyncOption:
 
 
 def sync_extra() -> Any:
-    """Import and return the package of methods: `parse(value)`, `make_sync(process)`."""
+    """Import the optional package `autopart.extras.dp_sync` and return it."""
     return load_extra("dp_sync")

@@ -1,4 +1,4 @@
-"""Unshard policy: which sharded parameters stay gathered for a step, and which are gathered together."""
+"""Unshard policy: ZeRO-sharded parameters that stay gathered for a step, or share one all-gather."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATHERS = {"all_gather": False, "all_gather_sum": True}
 def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
     """Return True if a node all-gathers a stored parameter over one of these axes.
 
-    In a graph that is bound to a rank, process groups take the place of axes.
+    In a graph that the runtime has bound to a rank, pass process groups instead of axes.
     """
     gathers = autopart_operator(node) in GATHERS and axis_of(node) in axes
     source = node.args[0] if gathers else None
@@ -29,17 +29,23 @@ def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
 
 
 def storing_axes(program: Program) -> list[str]:
-    """Return the sorted (flattened) axes over which a program stores parameters sharded."""
+    """Return the axes, mesh axes or flattened ones, over which ZeRO shards parameters of a program."""
     mesh = program.mesh
     axes = {mesh.stored_over(stored.layout) for stored in program.parameters.values()}
     return sorted(axis for axis in axes if axis is not None and mesh.size(axis) > 1)
 
 
 class ParameterGather(NamedTuple):
-    """All-gather of a parameter: its operator, axis and dim.
+    """All-gather of a ZeRO-sharded parameter.
 
-    `size`, `sections`: of the gathered dim (other axes can still shard it). `dtype`, `grad_dtype`: in mixed precision,
-    dtypes of the unsharded parameter and of the gradient reduction.
+    Attributes:
+        operator: name of the operator, a key of `GATHERS`.
+        axis: axis over which shards are gathered.
+        dim: dim along which they are concatenated.
+        size: size of that dim after the gather; another axis can still shard the dim.
+        sections: sections of that dim.
+        dtype: dtype of the gathered parameter in mixed precision, else None.
+        grad_dtype: dtype of the gradient reduction in mixed precision, else None.
     """
 
     operator: str
@@ -52,7 +58,7 @@ class ParameterGather(NamedTuple):
 
 
 def gather_of(node: fx.Node) -> ParameterGather:
-    """Return the all-gather of a parameter that a node runs."""
+    """Return the arguments of a node that all-gathers a parameter."""
     dim, size, sections = node.args[2:]
     dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
     return ParameterGather(str(autopart_operator(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
@@ -61,8 +67,7 @@ def gather_of(node: fx.Node) -> ParameterGather:
 def unsharded_for_step(program: Program, stages: Sequence[Stage]) -> dict[str, ParameterGather]:
     """Return {parameter: its all-gather} for parameters that stay unsharded for a step (ZeRO 1 and 2).
 
-    A parameter stays unsharded if every use in these stages reads it through one and the same all-gather over the axis
-    that stores it sharded.
+    A parameter stays unsharded if all its uses in these stages share one all-gather.
     """
     if program.zero not in (1, 2):
         return {}
@@ -80,13 +85,15 @@ def unsharded_for_step(program: Program, stages: Sequence[Stage]) -> dict[str, P
 
 
 def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False) -> list[list[fx.Node]]:
-    """Group the parameter gathers that run as one collective, in order.
+    """Group parameter all-gathers, so that each group runs as one collective.
 
-    A group contains consecutive gathers with the same block, operator, axis, kind and recompute region.
+    A group contains gathers of consecutive parameters of one block with equal operator, axis, `kind` and recompute
+    region. Groups are sorted by their first node.
 
     Args:
         nodes: the gathers.
-        kind: returns what else must be equal in a group, such as dtype and gradient axes of the parameter.
+        kind: function that returns a key of a gather, such as the dtype of its parameter. Gathers of a group have equal
+            keys.
         alone: put each gather in a group of its own.
     """
     if alone:
@@ -107,7 +114,7 @@ def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alon
 
 
 def source_name(node: fx.Node) -> str:
-    """Return the name of the parameter that a node gathers."""
+    """Return the name of the parameter that a node all-gathers."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return str(source.target)

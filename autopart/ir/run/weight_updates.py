@@ -1,4 +1,4 @@
-"""Updates that a forward makes to trained parameters before it uses them, as data."""
+"""Changes that a forward makes to trained parameters before it uses them (such as `max_norm`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHRINK = 1e-7  # torch adds this to a norm before it divides by it (aten::embed
 
 @dataclass(frozen=True)
 class ByElement:
-    """Elementwise update. `graph` maps any shard of the parameter to its new value."""
+    """Elementwise update of a parameter. `graph` computes the new value, of any shard too."""
 
     graph: fx.GraphModule
 
@@ -28,10 +28,10 @@ class ByElement:
 
 @dataclass(frozen=True)
 class RowNorms:
-    """Renormalisation of the embedding rows that a call looks up (`max_norm` of `nn.Embedding`).
+    """Renormalization of the embedding rows that a call looks up (`max_norm` of `nn.Embedding`).
 
-    A row whose p-norm is above `max_norm` is scaled to it; p is `norm_type`. `looked_up`: graph from the inputs of the
-    call to the row indices, one tensor per look-up.
+    A row with a p-norm above `max_norm` is scaled to the norm `max_norm`; p is `norm_type`. `looked_up` is a graph that
+    maps the inputs of the call to the indices of the rows, one tensor per look-up.
     """
 
     looked_up: fx.GraphModule
@@ -44,7 +44,7 @@ class RowNorms:
 
     @property
     def reads(self) -> list[int]:
-        """Positions of the model inputs that determine which rows are looked up."""
+        """Indices of the model inputs that determine which rows are looked up."""
         placeholders = self.looked_up.graph.find_nodes(op="placeholder")
         return [position for position, node in enumerate(placeholders) if node.users]
 
@@ -54,14 +54,14 @@ class RowNorms:
         return torch.cat([ids.flatten() for ids in self.looked_up(*inputs[:count])])
 
     def powers(self, part: Tensor) -> Tensor:
-        """Return the per-row sum of |w|^p over the columns of this shard (partial sum of the row norms)."""
+        """Return the sum of |w|^p of each row over the columns of a shard: a partial sum of its p-norm."""
         return part.abs().pow(self.norm_type).sum(1)
 
     def scaled(self, part: Tensor, powers: Tensor, is_chosen: Tensor) -> Tensor:
-        """Return a shard of the table in which looked-up rows are scaled to at most `max_norm`.
+        """Scale looked-up rows of an embedding shard whose norm exceeds `max_norm`, and return the shard.
 
         Args:
-            part: rows of the table, with all or some columns.
+            part: the shard, with all or some columns of the embedding.
             powers: sum of |w|^p of each row over all columns.
             is_chosen: True for rows that are looked up.
         """
@@ -84,6 +84,6 @@ def _text(graph: fx.GraphModule) -> str:
 
 @torch.no_grad()
 def update_unsharded_weights(parameters: Mapping[str, Tensor], updates: WeightUpdates, inputs: Sequence[Any]) -> None:
-    """Apply the updates to unsharded parameters before a forward on these inputs."""
+    """Apply the updates in place to unsharded parameters, before a forward with these inputs."""
     for name, update in updates.items():
         parameters[name].copy_(update.updated_full(parameters[name].detach(), inputs))

@@ -1,4 +1,4 @@
-"""Localization of the first value of a partitioned program that differs from the model's value."""
+"""Localization of a fault: the first value of the partitioned program that differs from the model's."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeErr
 
 @dataclass(frozen=True)
 class GroupShard:
-    """Shard of a value on a group of ranks that store equal shards, or whose partial sums were added.
+    """One shard of a value, from all ranks that store it.
 
-    `entries`: indices of the shard along each dim of the full value.
+    If the placement is `P`, the shard is the sum of the ranks' partial sums. `entries`: indices of the shard in the
+    full value, along each dim.
     """
 
     ranks: tuple[int, ...]
@@ -36,7 +37,7 @@ class GroupShard:
     value: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the part of a full value that this shard must equal."""
+        """Return the entries of a full value that belong to this shard."""
         for dim, entries in enumerate(self.entries):
             if len(entries) < whole.shape[dim]:
                 whole = whole.index_select(dim, entries.to(whole.device))
@@ -48,9 +49,10 @@ class GroupShard:
 
 @dataclass(frozen=True)
 class WrongShard:
-    """The shard of a value with the largest error, and how many shards are wrong.
+    """The shard of a value with the largest error.
 
-    `worst` is a text with its worst entry and the expected value. `num_wrong` of `num_parts` shards are wrong.
+    `worst` describes the wrong entry and its expected value. `num_wrong` of all `num_parts` shards of the value are
+    wrong.
     """
 
     part: GroupShard
@@ -74,7 +76,7 @@ class Mismatch:
     Args:
         name: name of the value in the traced graph, or of the parameter.
         kind: "value" or "gradient".
-        operator: the operator that computed the value; for a gradient, the operators that read the value.
+        operator: the operator that computed the value; for a gradient, the operators that use the value.
         keys: names of these operators in plans.
         part: the shard with the largest error; None if the run raised an exception.
     """
@@ -109,9 +111,10 @@ def first_mismatch(
     tolerance: float,
     errors: Mapping[str, float],
 ) -> Mismatch | None:
-    """Return the first wrong value of a training step; else of a forward call; else a wrong gradient.
+    """Return the first wrong value or gradient of a partitioned program; None if nothing is wrong.
 
-    If only gradients are wrong, it is the gradient of the parameter with the largest error.
+    It searches in this order: the values and gradients of a training step, the values of a forward call, and the
+    gradients of parameters. Of wrong parameter gradients, it returns the one with the largest error.
     """
     step = _MismatchSearch(subject, subject.step(arrangement.decisions), arrangement, tolerance)
     first = step.first()
@@ -125,7 +128,7 @@ def first_mismatch(
 
 
 class _MismatchSearch:
-    """Comparison of a run of all ranks with the traced graph: value by value, then gradient by gradient."""
+    """Search for the first value, then for the first gradient, that differs from the unpartitioned graph."""
 
     def __init__(self, subject: GraphUnderTest, program: Program, arrangement: Arrangement, tolerance: float):
         self.subject, self.program, self.arrangement = subject, program, arrangement
@@ -137,7 +140,13 @@ class _MismatchSearch:
         self.grad_scale = max([GRAD_FLOOR, *map(largest, self.whole_grads.values())])
 
     def first(self, gradients: bool = True) -> Mismatch | None:
-        """Return the first wrong value, else the operator that raised, else (`gradients`) a wrong gradient."""
+        """Run the program and return the first wrong value or gradient; None if all are right.
+
+        If the run raises an exception and all earlier values are right, return the operator that raised.
+
+        Args:
+            gradients: also compare gradients.
+        """
         self.shards = self.subject.shards(self.program, self.arrangement)
         failure: Exception | None = None
         try:
@@ -149,7 +158,7 @@ class _MismatchSearch:
             if wrong is not None:
                 return self._mismatch(node, "value", stage, wrong)
         if failure is not None:
-            return self._broken(failure)
+            return self._raised(failure)
         if not gradients:
             return None
         seeds = self.subject.seeds(self.program, results)
@@ -169,10 +178,10 @@ class _MismatchSearch:
         self.made.setdefault(node, (stage, {}))[1][microbatch] = value
 
     def _first_gradient(self) -> Mismatch | None:
-        """Return the first wrong gradient in backward order, beginning at the end of the forward.
+        """Return the first wrong gradient in the order of the backward.
 
-        If the program holds a value in several layouts, each copy receives a part of the gradient, so copies are
-        skipped.
+        If a value is converted to another layout, its copies each receive only a part of the gradient. So only the
+        first layout of each value is compared.
         """
         scale = self.grad_scale
         first_made: dict[str, fx.Node] = {}
@@ -193,10 +202,10 @@ class _MismatchSearch:
         return None
 
     def parameter(self, name: str) -> Mismatch:
-        """Return the mismatch of a parameter gradient, if the gradients of all values are right.
+        """Return the mismatch of a parameter's gradient, if the gradients of all other values are right.
 
-        Then the backward of the operator that reads the parameter, or the reduction of its gradient over ranks, is
-        wrong.
+        Then either the backward of the operator that uses the parameter is wrong, or the reduction of the gradient
+        over ranks.
         """
         sync_gradients_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
         stored = self.program.parameters[name]
@@ -222,7 +231,7 @@ class _MismatchSearch:
         scale: float | None = None,
     ) -> WrongShard | None:
         """Return the shard of a value with the largest error; None if all shards are right."""
-        parts = list(self._parts(shard_values, layout, whole.shape))
+        parts = list(self._shards_of(shard_values, layout, whole.shape))
         scale = scale or scale_of(whole)
         errors = [relative(part.value, part.of(whole), scale) for part in parts]
         wrong = [i for i, error in enumerate(errors) if error > self.tolerance]
@@ -234,12 +243,12 @@ class _MismatchSearch:
             self._coordinates(parts[worst]),
         )  # fmt: skip
 
-    def _parts(
+    def _shards_of(
         self, shard_values: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
     ) -> Iterator[GroupShard]:
-        """Yield the shards of a value over ranks and microbatches.
+        """Yield the shards of a value, over ranks and microbatches.
 
-        If the placement on an axis is `P`, the partial sums over that axis are added first.
+        If the placement on an axis is `P`, the partial sums over that axis are added.
         """
         sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -260,7 +269,7 @@ class _MismatchSearch:
             )  # fmt: skip
 
     def _coordinates(self, part: GroupShard) -> str:
-        """Return the coordinates that all ranks of a shard share: `dp 1, tp 0, microbatch 2`."""
+        """Return the coordinates that all ranks of a shard have in common: `dp 1, tp 0, microbatch 2`."""
         each = [self.mesh.coordinates(rank) for rank in part.ranks]
         shared = [f"{axis} {at}" for axis, at in each[0].items() if all(other[axis] == at for other in each)]
         if self.program.microbatches > 1 and len(part.microbatches) == 1:
@@ -279,8 +288,8 @@ class _MismatchSearch:
         layout = format_value(origin, format_layout(facts(node)["layout"]))
         return Mismatch(name, kind, wrong.error, maker, module, _source(origin), stage, layout, keys, wrong, origin)
 
-    def _broken(self, failure: Exception) -> Mismatch:
-        """Return a mismatch for the operator that raised an exception: the one after the last computed value."""
+    def _raised(self, failure: Exception) -> Mismatch:
+        """Return a mismatch for the operator that raised an exception: the one after the last computed node."""
         assert self.made, f"the run broke before its first value: {failure}"
         last, (stage, _) = list(self.made.items())[-1]
         node = last.next
@@ -297,7 +306,7 @@ class _MismatchSearch:
 
 
 def _reference(subject: GraphUnderTest) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run the traced graph on the global batch. Return every value and its gradient by node name."""
+    """Run the unpartitioned graph. Return {node name: value} and {node name: gradient of the value}."""
     values = subject.values(retain_grads=True)
     tensors = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
     subject.seed(subject.flat_outputs(values)).backward()
@@ -310,7 +319,7 @@ def _reference(subject: GraphUnderTest) -> tuple[dict[str, Tensor], dict[str, Te
 def entries_of(
     shape: Sequence[int], layout: Mapping[str, Placement], at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[Tensor, ...]:
-    """Return the indices along each dim of a full value that the rank at these coordinates stores.
+    """Return, for each dim of a full value, the indices that the rank at these coordinates stores.
 
     >>> entries_of([4], {"dp": Placement.parse("S(0)")}, {"dp": 1}, {"dp": 2})
     (tensor([2, 3]),)
@@ -329,7 +338,7 @@ def entries_of(
 
 
 def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return (size, index) on an axis, or on flattened axes, of the rank at these coordinates."""
+    """Return (size, index of the rank at these coordinates) for a mesh axis or a flattened axis."""
     ranks, index = 1, 0
     for part in mesh_axes_of(axis):
         ranks, index = ranks * sizes[part], index * sizes[part] + at[part]
@@ -337,7 +346,7 @@ def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple
 
 
 def _maker(node: fx.Node) -> str:
-    """Describe what produced a program value: `layers.0/mul (aten.mul.Tensor)`, a collective, or an input."""
+    """Describe the operator that computes a node: `layers.0/mul (aten.mul.Tensor)`, or a collective."""
     key = facts(node).get("key") or facts(node)["origin"]
     if node.op == "get_attr":
         return "none: a stored weight"
@@ -359,9 +368,9 @@ def _source(node: fx.Node) -> str:
 
 
 def _worst_entry(part: GroupShard, whole: Tensor) -> str:
-    """Return the entry with the largest error as text, by its indices in the full value.
+    """Describe the entry with the largest error, by its indices in the full value.
 
-    `entry [3, 40] is 0.52, not 0.51`
+    For example `entry [3, 40] is 0.52, not 0.51`.
     """
     expected = part.of(whole)
     if part.value.shape != expected.shape:

@@ -1,10 +1,10 @@
 """Reduction of a wrong partitioned graph to the smallest subgraph that is wrong when it runs alone.
 
-The search begins at the operator that computes the first wrong value or, for a wrong gradient, at the operators that
-read the value. These operators are extracted into a subgraph with the plan's decisions, and run with inputs recorded
-from the model. If the subgraph is right, neighbouring operators are added until it is wrong. Then every operator that
-can be removed is removed (delta debugging: Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing
-input").
+The search begins at the operator that computes the first wrong value, or, for a wrong gradient, at the operators that
+use the value. These operators are extracted into a subgraph with the plan's decisions, and run with inputs that were
+recorded from the model. If the subgraph is right, neighbouring operators are added until it is wrong. Then operators
+are removed as long as the subgraph stays wrong (delta debugging: Zeller and Hildebrandt 2002, "Simplifying and
+isolating failure-inducing input").
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_RUNS = 300
 def smallest_failing(
     subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, first: Mismatch | None, breaks: bool = False
 ) -> Subgraph | None:
-    """Return the smallest subgraph found whose error exceeds `tolerance`; None if none is wrong alone.
+    """Return a minimal subgraph whose error exceeds `tolerance`; None if the search finds none.
 
     Args:
         first: the first wrong value of the full graph; None if it is unknown.
-        breaks: the run of the full graph raises an exception. Then a subgraph that raises counts as wrong.
+        breaks: the run of the full graph raises an exception. Then a subgraph that raises one counts as wrong.
     """
     for recorded in (True, False):  # whether input-only values are recorded or recomputed
         search = _FaultSearch(subject, arrangement, tolerance, recorded, breaks)
@@ -44,7 +44,7 @@ def smallest_failing(
 
 
 class _FaultSearch:
-    """Search for the smallest set of operators of a graph that is wrong when it runs alone."""
+    """Search for a minimal set of operators that is wrong when it runs as a graph of its own."""
 
     def __init__(
         self, subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, recorded: bool, breaks: bool
@@ -66,9 +66,10 @@ class _FaultSearch:
         return {source} if makes else {user for user in _users(source) if user in self.order}
 
     def grown(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Add neighbouring operators to `chosen`, ring by ring, until the subgraph is wrong. Return them.
+        """Add neighbouring operators to `chosen` until the subgraph is wrong, and return all its operators.
 
-        Returns an empty set if all operators together are right.
+        Each round adds the neighbours of the current operators. Returns an empty set if the graph of all operators is
+        right.
         """
         rings = 1
         while not self.fails(chosen):
@@ -81,7 +82,7 @@ class _FaultSearch:
         return chosen
 
     def reduced(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Remove operators from `chosen` while the subgraph stays wrong: large chunks first."""
+        """Remove operators from `chosen` as long as the subgraph stays wrong, first many at once."""
         size = max(1, len(chosen) // 2)
         while len(chosen) > 1 and self.runs < MAX_RUNS:
             ordered = sorted(chosen, key=self.order.__getitem__)
@@ -96,9 +97,9 @@ class _FaultSearch:
         return chosen
 
     def fails(self, chosen: set[fx.Node]) -> bool:
-        """Return True if the subgraph of these operators is wrong when it runs alone.
+        """Return True if the subgraph of these operators gives wrong results.
 
-        A subgraph that raises an exception proves nothing if the full graph does not raise.
+        A subgraph that raises an exception counts as wrong only if the full graph raises one too.
         """
         self.runs += 1
         planted = _Planted(self.arrangement)
@@ -117,9 +118,9 @@ class _FaultSearch:
 
 
 class _Planted:
-    """An arrangement that records whether its test fault could be planted in a subgraph.
+    """An arrangement that records whether the planted test fault could be applied to a subgraph.
 
-    A fault that needs a value outside the subgraph raises an exception, which proves nothing about the subgraph.
+    A fault that changes a value outside of the subgraph cannot be applied. The subgraph's result then proves nothing.
     """
 
     def __init__(self, arrangement: Arrangement):
@@ -180,7 +181,7 @@ class _Extraction:
         return self.new[node]
 
     def _input(self, node: fx.Node) -> fx.Node:
-        """Create the input for a value that a chosen operator reads and no chosen operator computes."""
+        """Create the subgraph input for a value that a chosen operator uses and no chosen operator computes."""
         source, index = source_of(node)
         role, decisions, value = facts(source)["role"], self.arrangement.decisions, self.values[node]
         if role == PARAMETER:
@@ -207,7 +208,7 @@ def _origin(source: fx.Node, node: fx.Node) -> dict[str, Any]:
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:
-    """Yield the operators that read a value, directly or through `getitem` and views of weights."""
+    """Yield the operators that use a value, also through `getitem` and views of weights."""
     for user in node.users:
         if user.op != "output" and facts(user)["role"] == ACTIVE and "key" in facts(user):
             yield user

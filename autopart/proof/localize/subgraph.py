@@ -1,7 +1,7 @@
-"""Part of a partitioned graph that runs alone, and its text form.
+"""Subgraph of a partitioned graph that can run alone, and its text form.
 
-`str(subgraph)` has one line per value, and `Subgraph.parse` reads it back with random values, so that a failure can be
-pasted as a test:
+`str(subgraph)` has one line per value. `Subgraph.parse` converts this text to a subgraph with random input values, so
+that a failure can be pasted into a test:
 
     mesh tp2
     x = recorded f64[8,12] | tp R
@@ -9,10 +9,10 @@ pasted as a test:
     y = aten.linear.default(x, w) | tp R(grad P), S(0) -> S(1)  # linear at attention.py:27 (layers.0.attn.q)
     return y
 
-After the bars are the stage, the placements on the batch axes (`batch`: dp and microbatches) and those on `tp`. An
-`input` is sharded over the batch like an input of the model. A `weight` is a parameter with its stored placement on
-`tp` and `dp`. A `recorded` value comes from an operator outside of the subgraph, in the layout in which that operator
-produces it.
+The fields between the bars `|` are the stage, the placements on the batch (`batch`: dp and microbatches), and the
+placements on `tp`. An `input` is sharded over the batch like an input of the model. A `weight` is a parameter with its
+stored placement on `tp` and `dp`. A `recorded` value is computed by an operator outside of the subgraph. It has the
+layout of that operator's output.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ROWS = "batch"
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A part of a partitioned graph, with the values of its inputs and its sharding decisions.
+    """Subgraph of a partitioned graph, with the values of its inputs and its sharding decisions.
 
     Example:
         >>> assert Subgraph.parse(text).max_error() < 1e-10    # doctest: +SKIP
@@ -61,7 +61,7 @@ class Subgraph:
     def errors(self) -> dict[str, float]:
         """Run the subgraph unpartitioned and on all ranks. Return the errors of outputs and gradients.
 
-        Exceptions of a faulty program are not caught.
+        If the partitioned run raises an exception, it is not caught.
         """
         return self.subject.errors(self.arrangement, self.subject.expected())
 
@@ -70,7 +70,7 @@ class Subgraph:
 
     @property
     def operators(self) -> list[fx.Node]:
-        """The operators of the subgraph, except those that only produce a recorded value in its layout."""
+        """The operators of the subgraph, without the helper operators that shard a recorded value."""
         nodes = self.arrangement.decisions.stage_of
         return [node for node in nodes if "recorded" not in facts(node) and "hidden" not in facts(node)]
 
@@ -79,15 +79,16 @@ class Subgraph:
 
     @staticmethod
     def parse(text: str, axes: tuple[Axis, ...] = AXES) -> Subgraph:
-        """Parse the text form of a subgraph, with random values, on a mesh of these axes.
+        """Convert the text form to a subgraph with random input values. Raises PlanError for an invalid line.
 
-        Raises PlanError for a line that cannot be read.
+        Args:
+            axes: all possible mesh axes.
         """
         return _Parser(text, axes).subgraph()
 
 
 class Builder:
-    """Builder of a subgraph, which adds one value at a time in graph order."""
+    """Builder of a subgraph. Its methods add one value at a time, in graph order."""
 
     def __init__(self, mesh: Mesh, microbatches: int = 1, num_stages: int = 1, scatter_sends: bool = False):
         self.mesh, self.microbatches, self.num_stages = mesh, microbatches, num_stages
@@ -116,19 +117,23 @@ class Builder:
         return node
 
     def recorded(self, name: str, tensor: Tensor, layout: Layout, stage: int) -> fx.Node:
-        """Add a value that an operator outside of the subgraph computes, with its stage and layout.
+        """Add a value that an operator outside of the subgraph computes, with the layout of its output.
 
-        Its gradient is compared like that of a weight.
+        The value is stored as a weight, so that its gradient is compared too. Helper operators give it the layout. To
+        shard the batch, they select samples by index. To make partial sums, they multiply the value by factors that
+        differ for every rank and entry; over all ranks, the factors add up to one.
 
-        The layout has an entry for `ROWS` (the batch) and for each feature axis. Samples are selected by index; the
-        indices are sharded over ranks and microbatches like inputs. A partial sum is produced as the value times
-        factors that add up to one and differ for every entry and rank. Raises LayoutError for a layout that a recorded
-        value cannot have.
+        Args:
+            layout: {axis: placement} for `ROWS` (the batch) and each axis on which the solver chooses layouts.
+            stage: index of the stage that computes the value.
+
+        Raises LayoutError if the batch dim has sections.
         """
         layout = {over: layout.get(over, R) if size > 1 else R for over, size in self.parts.items()}
         if layout[ROWS].sections:
             raise LayoutError(
-                f"'{name}' cannot be recorded as {layout[ROWS]}", why="samples are recorded as one contiguous range"
+                f"a subgraph cannot contain '{name}' with the batch layout {layout[ROWS]}",
+                why="a rank's samples must be one contiguous range",
             )
         node = self.weight(_RECORDED + name, tensor)
         facts(node)["hidden"] = True
@@ -147,17 +152,19 @@ class Builder:
                 self.chosen[over][node] = Strategy((place,), (place,))
         for over in partial:
             others = {other: place for other, place in current.items() if other != over}
-            node = self._in_parts(node, tensor, over, others, stage, name if over == partial[-1] else None)
+            node = self._as_partial_sums(node, tensor, over, others, stage, name if over == partial[-1] else None)
             current[over] = P
         node.meta = _meta(tensor, ACTIVE, tensor.requires_grad, recorded=True)
         return node
 
-    def _in_parts(
+    def _as_partial_sums(
         self, node: fx.Node, tensor: Tensor, over: str, others: Layout, stage: int, name: str | None
     ) -> fx.Node:  # fmt: skip
-        """Turn a value into partial sums over one axis, or over the batch.
+        """Convert a value to partial sums over one axis, or over the batch.
 
-        `others`: its placements on all remaining axes.
+        Args:
+            over: the axis, or `ROWS` for the batch.
+            others: placements of the value on all other axes.
         """
         num_parts = self.parts[over]
         shares = torch.linspace(1, 3, num_parts * tensor.numel(), dtype=torch.float64, device=tensor.device)
@@ -182,7 +189,7 @@ class Builder:
         return node
 
     def subject(self, outputs: Sequence[fx.Node], loss: fx.Node | None = None) -> GraphUnderTest:
-        """Return the built graph, with these outputs, as a graph that can be run and compared."""
+        """Add the output node and return the finished graph."""
         self.graph.output(tuple(outputs))
         call = Call(
             tuple(self.inputs.values()), tuple(self.inputs), {}, tuple(t.requires_grad for t in self.inputs.values())
@@ -201,7 +208,7 @@ class Builder:
 
 
 def _meta(tensor: Tensor, role: str, needs_grad: bool = False, **others: Any) -> dict[str, Any]:
-    """Return the metadata of a node that passes read."""
+    """Return the facts of a node that passes need."""
     return {"val": tensor.detach(), "role": role, "needs_grad": needs_grad, "pattern": None, "sections": {},
             "atoms": tuple(() for _ in tensor.shape), **others}  # fmt: skip
 
@@ -239,7 +246,7 @@ def _what(node: fx.Node, subgraph: Subgraph) -> str:
 
 
 def _below(tensor: Tensor) -> str:
-    """Return ` below 8`, the exclusive bound of an integer tensor's entries; "" for other dtypes."""
+    """Return ` below 8` for an integer tensor whose entries are 0 to 7; "" for other dtypes."""
     counts = not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel()
     return f" below {max(int(tensor.max()), 0) + 1}" if counts else ""
 
@@ -275,7 +282,7 @@ def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strate
 
 
 def _stored_over(mesh: Mesh) -> list[str]:
-    """Return the names of axes, and of flattened axes (`dp_cp`), over which parameters can be sharded."""
+    """Return the names of mesh axes and flattened axes (`dp_cp`) over which parameters can be sharded."""
     return [*mesh.chosen, *mesh.storing()]
 
 
@@ -299,7 +306,7 @@ class _Parser:
         options = dict(field.partition(" ")[::2] for field in head.split(" | "))
         if "mesh" not in options:
             raise PlanError(
-                "the text of a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2"
+                "the text of a subgraph must begin with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2"
             )
         self.stage_style = "V" if "V" in options else "loop"
         mesh = Mesh.parse(options["mesh"], axes) if options["mesh"] != "one device" else Mesh({})
@@ -340,7 +347,7 @@ class _Parser:
     def _leaf(self, name: str, kind: str, rest: str, settings: Mapping[str, str]) -> fx.Node:
         match = re.fullmatch(r"(\w+)\[([\d, ]*)\]( fixed)?(?: below (\d+))?", rest)
         if match is None:
-            raise PlanError(f"'{rest}' is not a value", hint="f64[8,12], or i64[8,12] below 7")
+            raise PlanError(f"'{rest}' does not describe a tensor", hint="f64[8,12], or i64[8,12] below 7")
         sizes = [int(size) for size in match[2].split(",") if size.strip()]
         tensor = random_values(sizes, _DTYPES[match[1]], len(self.nodes), int(match[4] or 2))
         tensor.requires_grad_(tensor.is_floating_point() and not match[3] and kind != "input")
@@ -377,14 +384,14 @@ class _Parser:
 
 
 def _attribute(root: Any, tree: ast.expr) -> Any:
-    """Resolve `aten.add.Tensor` below `torch.ops`, or `torch.float64` below `torch`."""
+    """Return the attribute of `root` that dotted source text names, such as `aten.add.Tensor`."""
     for name in ast.unparse(tree).removeprefix("torch.").split("."):
         root = getattr(root, name)
     return root
 
 
 def random_values(sizes: Sequence[int], dtype: torch.dtype, seed: int, below: int = 2) -> Tensor:
-    """Return floats in (0.1, 0.9), integers below `below`, or booleans; deterministic for a seed."""
+    """Return random floats in (0.1, 0.9), integers below `below`, or booleans. The seed determines them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.rand(sizes, generator=generator, dtype=torch.float64).mul(0.8).add(0.1).to(dtype)
@@ -392,7 +399,7 @@ def random_values(sizes: Sequence[int], dtype: torch.dtype, seed: int, below: in
 
 
 def _strategy(node: fx.Node, text: str, num_shards: int) -> Strategy:
-    """Parse an operator's strategy on one axis from the plan's text. Replicated if absent."""
+    """Parse an operator's strategy on one axis, such as `R, S(0) -> S(1)`. Empty text means replicated."""
     options = strategies(node, num_shards, ANY_KIND)
     for option in options:
         if str(option) == text or not text:

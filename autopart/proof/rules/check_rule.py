@@ -1,4 +1,4 @@
-"""Proof of a sharding rule by execution: all claimed shardings are right, no right one is missing."""
+"""Check of a sharding rule by execution: run the operator under every sharding that the rule allows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 
 
 def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, nn.Parameter]]:
-    """Trace an operator call whose tensors are parameters. Return the annotated trace and parameters.
+    """Trace an operator call, with its tensors as parameters.
 
-    A tensor that is passed twice is one parameter. `val` in the trace is the computed tensor, not a fake one.
+    Returns the analyzed trace and {name: parameter}. A tensor that is passed twice becomes one parameter. The entry
+    `val` of a node is its computed value, not a fake tensor.
     """
     graph = fx.Graph()
     weights: dict[str, nn.Parameter] = {}
@@ -55,10 +56,10 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     node = graph.call_function(target, *tree_map(read, (tuple(args), dict(kwargs))))
     arguments = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     node.meta["val"] = target(*arguments[0], **arguments[1])
-    outputs = _projections(graph, node)
+    outputs = _output_nodes(graph, node)
     graph.output(tuple(outputs))
     run_passes(graph, (*AS_TRACED, *NORMALIZE))
-    _ask_for_every_section(graph)
+    _append_section_splits(graph)
     _, spec = tree_flatten(tuple(outputs))
     trace = Trace(graph, Call((), (), {}, ()), weights, {}, {}, {}, spec, (), "train")
     annotate(trace)
@@ -66,8 +67,8 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return trace, weights
 
 
-def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the node, or a `getitem` for each of its outputs."""
+def _output_nodes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """Return the outputs of a node: the node itself, or a `getitem` node for each entry of its tuple."""
     values = node.meta["val"]
     if isinstance(values, Tensor):
         return [node]
@@ -77,10 +78,10 @@ def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     return parts
 
 
-def _ask_for_every_section(graph: fx.Graph) -> None:
-    """Append calls that split each output dim into sections (as after a fused q/k/v projection).
+def _append_section_splits(graph: fx.Graph) -> None:
+    """Append nodes that split each output dim into sections, as after a fused q/k/v projection.
 
-    Then shards that contain an equal part of every section are also tried.
+    With them, the analysis also offers shards that have an equal part of each section.
     """
     (outputs,) = graph.output_node().args
     with graph.inserting_before(graph.output_node()):
@@ -93,7 +94,7 @@ def _ask_for_every_section(graph: fx.Graph) -> None:
 
 @dataclass
 class Proof:
-    """One traced operator call and its results on full inputs, with which sharded runs are compared."""
+    """A traced operator call and its results on unsharded inputs, for comparison with sharded runs."""
 
     trace: Trace
     weights: dict[str, nn.Parameter]
@@ -111,13 +112,17 @@ class Proof:
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
-        """Return sharding decisions: the chosen strategies on one axis, and all other operators replicated."""
+        """Return sharding decisions: the strategies in `chosen`, and replication of all other operators.
+
+        Args:
+            chosen: {axis: {operator: its strategy}}.
+        """
         whole = {node: strategies(node, 2, ANY_KIND)[0] for node in self.nodes}
         on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.chosen)}
         return Decisions(mesh, 1, on_axes, {}, dict.fromkeys(whole, 0), 1)
 
     def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:
-        """Run the call with these strategies. Describe wrong outputs and gradients; "" if all are right."""
+        """Run the call on all ranks with these strategies. Describe wrong outputs and gradients, "" if none."""
         outputs = list(self.trace.graph.output_node().args[0])
         try:
             program = lower(self.trace, self.decisions(mesh, chosen), outputs, whole_outputs=True)
@@ -150,8 +155,7 @@ class Proof:
 def _uneven_sums(values: list[Tensor]) -> list[Tensor]:
     """Split a replicated value into partial sums that are non-zero on every rank.
 
-    If the first rank had the full value and all other ranks zeros, a nonlinear operator such as `tanh` would pass as
-    linear.
+    With the full value on the first rank and zeros elsewhere, a nonlinear operator such as `tanh` would seem linear.
     """
     if not values[0].is_floating_point():
         return LIST_PRIMITIVES["own"](values)
@@ -163,7 +167,7 @@ UNEVEN_SUMS = {**LIST_PRIMITIVES, "own": _uneven_sums}
 
 
 def backward(values: Sequence[Tensor]) -> None:
-    """Differentiate a weighted sum of all values; the weights are fixed and differ per entry."""
+    """Differentiate a weighted sum of all values. Weights are constant, and different for every entry."""
     values = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
     seeds = [(v * weights_like(v)).sum() for v in values if v.requires_grad]
     if seeds:

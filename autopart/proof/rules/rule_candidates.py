@@ -1,9 +1,9 @@
-"""Brute-force search for all shardings under which an operator gives the right result.
+"""Brute-force search for all shardings with which an operator gives the right result.
 
-No existing rule is used. Every combination of input placements runs on two ranks. The outputs are recombined in every
-possible way and compared with the operator on full inputs, and so are the gradients. A sharding counts as valid if the
-result is right twice, with different values and shard sizes. `torch.distributed.tensor` validates its strategies in a
-similar way.
+The search uses no sharding rule. It runs the operator on two ranks with every combination of input placements. It
+combines the ranks' outputs in every possible way, and compares the result and the gradients with the operator on
+unsharded inputs. A sharding is valid if it is right in two trials with different values and shard sizes.
+`torch.distributed.tensor` validates its strategies in a similar way.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Edit = Callable[[Any, int, int], Any]
 class Possibility:
     """A valid sharding of an operator on two ranks: its input and output placements.
 
-    `inputs` has, for each input, every valid placement: the gradient of a replicated input can be replicated or partial
-    (`R`, `R(grad P)`).
+    `inputs` has a set of valid placements for each input. For a replicated input, `R`, `R(grad P)` or both can be
+    valid.
     """
 
     inputs: tuple[frozenset[Placement], ...]
@@ -57,11 +57,13 @@ class Possibility:
 
 
 def candidates(node: fx.Node) -> Iterator[Possibility]:
-    """Yield the valid shardings of an operator call on two ranks, except the replicated one.
+    """Yield the valid shardings of an operator call on two ranks, except full replication.
 
-    `val` of the call's inputs must be real tensors. Tried are all combinations of replicated and sharded inputs, and of
-    replicated inputs and partial sums. The integers among the call's arguments are tried unchanged, then scaled to the
-    size of a shard (one at a time, or a list of integers together).
+    Each input is replicated or sharded, or each is replicated or a partial sum. Integer arguments of the call, such as
+    the sizes of a view, are first left unchanged and then scaled to the size of a shard.
+
+    Args:
+        node: the call. The entries `val` of its inputs must be real tensors, not fake ones.
     """
     values = [value(source) for source in tensor_inputs(node)]
     # Sparse tensors are never sharded.
@@ -73,8 +75,8 @@ def candidates(node: fx.Node) -> Iterator[Possibility]:
         for edit in (None, *_edits(node)):
             if edit is None and all(p == R for p in inputs):
                 continue
-            first = even.holding(inputs, edit)
-            second = other.holding(inputs, edit) if first else {}
+            first = even.valid_placements(inputs, edit)
+            second = other.valid_placements(inputs, edit) if first else {}
             possibilities = [
                 Possibility(places, outputs, edit is not None)
                 for outputs in first if outputs in second
@@ -100,9 +102,9 @@ def _shuffled(tensor: Tensor, seed: int) -> Tensor:
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-    """Yield tuples of input placements: first replicated or sharded, then replicated or partial sums.
+    """Yield all combinations of input placements: replicated or sharded, and replicated or partial sum.
 
-    Only floating-point inputs can be partial sums.
+    An input is a partial sum only if it is floating point.
     """
     shards = [[R, *(shard(d) for d, size in enumerate(v.shape) if size > 1)] for v in values]
     sums = [[R, P] if v.is_floating_point() else [R] for v in values]
@@ -111,7 +113,7 @@ def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
 
 
 class _Trial:
-    """Results of an operator on one set of full inputs, with which runs on two ranks are compared."""
+    """Results of an operator on one set of unsharded inputs, for comparison with runs on two ranks."""
 
     def __init__(self, node: fx.Node, values: Sequence[Tensor], parts: Sequence[tuple[int, int]]):
         self.node, self.parts = node, parts
@@ -128,15 +130,13 @@ class _Trial:
         result = self.node.target(*args, **kwargs)
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
-    def holding(
+    def valid_placements(
         self, inputs: Sequence[Placement], edit: Edit | None
     ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
-        """Run the operator with these input placements.
+        """Run the operator on two ranks with these input placements, and compare.
 
-        Return {valid output placements: valid input placements}.
-
-        Each value of the dict has, for every input, the set of placements with right gradients (such as `R` and `R(grad
-        P)`).
+        Returns {output placements with right outputs: for each input, the placements with right gradients}. A
+        replicated input can have `R`, `R(grad P)` or both.
         """
         cut = [(v.shape[p.dim]) for v, p in zip(self.values, inputs, strict=True) if p.is_shard]
         part = next((part for part in self.parts if all(size % part[1] == 0 for size in cut)), None)
@@ -180,7 +180,7 @@ class _Trial:
 
 
 def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of all values; zeros for a value that requires no gradient."""
+    """Return the gradients of all values; zeros for a value that does not require one."""
     wanted = [v for v in values if v.requires_grad]
     used = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
     if not wanted or not used:
@@ -191,7 +191,7 @@ def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Seq
 
 
 def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -> list[Tensor]:
-    """Return the two ranks' shards of an input, as separate leaf tensors."""
+    """Return the shards of an input on two ranks, as separate leaf tensors."""
     if place == P:
         first = _random(tensor, -2.0, 2.0, seed)
         parts = [first, tensor.detach() - first]
@@ -201,9 +201,10 @@ def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -
 
 
 def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Tensor]:
-    """Return what each of two ranks stores of a value: its shard, or the full value if it is replicated.
+    """Return the shards of a value on two ranks; two full values if it is replicated.
 
-    `part`: fraction of the sharded dim on the first rank.
+    Args:
+        part: fraction of the sharded dim on the first rank, as (numerator, denominator).
     """
     if not place.is_shard:
         return [whole, whole]
@@ -218,7 +219,7 @@ def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Te
 def _output_placements(
     whole: Tensor, values: Sequence[Tensor], part: tuple[int, int], summed: bool
 ) -> Iterator[Placement]:
-    """Yield the placements to try for an output: partial sum if an input is one, else all placements."""
+    """Yield the placements to try for an output: `P`, and also `R` and `S` if no input is a partial sum."""
     if whole.is_floating_point():
         yield P
     if summed:
@@ -234,7 +235,7 @@ def _output_placements(
 
 
 def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: tuple[int, int]) -> bool:
-    """Return True if the values of two ranks, combined by this placement, equal the full value."""
+    """Return True if the values of two ranks form the full value under this placement."""
     first, second = both
     tolerance = TOLERANCE.get(whole.dtype, 0.0)
     if place == P:
@@ -247,12 +248,12 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Return functions that scale integers among a call's arguments: each alone, and each list together."""
+    """Return one function per integer, or list of integers, in a call's arguments, which scales it."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 
 def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
-    """Yield the paths of integers above 1, and of lists of integers, in the arguments of a call."""
+    """Yield the path of each integer above 1, and of each list of integers, in the arguments of a call."""
     if isinstance(arguments, dict):
         for name, argument in arguments.items():
             yield from _integers(argument, (*path, name))

@@ -1,4 +1,4 @@
-"""Sharding rules for custom operators: `rule` registers one, `check_rule` runs an example to check it."""
+"""Sharding rules for custom operators: `rule` registers one, `check_rule` tests it on an example."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ def rule(
 ) -> None:
     """Register a sharding rule for an operator in this process.
 
-    The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line names the dims of
-    every tensor input and output. Dims with one name run over the same indices. `...` stands for any dims, `(g r)` for
-    one dim that holds two factors, the outer one first. autopart can run the operator on shards of any one factor, with
-    its other arguments unchanged. Inputs without the factor are replicated.
+    The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line such as
+    `"b s h, h o -> b s o"` names the dims (factors) of every tensor input and output. Dims with equal names have equal
+    indices. `...` means any number of dims, `(g r)` one dim that merges two factors, the outer one first. The rule
+    states that the operator can run on shards of any one factor, with its other arguments unchanged. Inputs without
+    the factor are replicated.
 
     Args:
         operator: name in the dispatcher, `"mylib::op"`, without an overload.
-        lines: one line; several for calls with different numbers of tensors or dims, tried in turn.
-        sum: factors that an output lacks. Sharding them leaves a partial sum, which is reduced. All must be named.
+        lines: one line, or several for calls with different numbers of tensors or dims. The first that fits is used.
+        sum: factors that are missing in an output, such as `"h"`. If one is sharded, the output is a partial sum, which
+            is reduced. All such factors must be named.
         whole: factors that must not be sharded.
-        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. They can be partial sums together.
-        flops: factors whose product, doubled, is the FLOPs of the operator. It then is matrix work, to divide over
-            `tp`.
+        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. The inputs of a set can be partial sums.
+        flops: factors whose product, times 2, is the FLOPs of the operator. The planner then treats it like a matrix
+            product and shards it over `tp`.
     Raises:
         RuleError: an unreadable line, unknown factors, an operator that already has a rule or does not exist.
 
-    The operator needs a fake kernel (`register_fake`) for tracing and `register_autograd` for training. See
-    `check_rule` to prove the rule; docs/rules.md has more.
+    The operator needs a fake kernel (`register_fake`) for tracing and `register_autograd` for training. `check_rule`
+    tests the rule; docs/rules.md has more.
 
     Example:
         >>> autopart.rule("mylib::op", "b s h, h o -> b s o", sum="h")    # doctest: +SKIP
@@ -64,9 +66,10 @@ def rule(
     _check_signature(operator, new_rule)
     if REGISTERED.get(operator, new_rule) != new_rule:
         raise RuleError(
-            f"{operator} has another rule already", why=f"it is {call_text(operator, REGISTERED[operator])}",
-            hint="one rule per operator and process; several lines for several forms of a call",
-        )  # fmt: skip
+            f"{operator} is registered with another rule already",
+            why=f"it is {call_text(operator, REGISTERED[operator])}",
+            hint="register one rule per operator and process; it can have a line for each form of the call",
+        )
     if operator not in REGISTERED and has_rule(operator):
         raise RuleError(
             f"{operator} has a rule already", why="it is built into autopart", hint="nothing to register",
@@ -75,7 +78,7 @@ def rule(
 
 
 def _overloads(operator: str) -> list[Any]:
-    """Return the overloads of an operator; none for an autograd.Function that was not traced yet.
+    """Return the overloads of an operator; [] for an autograd.Function that has not been traced yet.
 
     Raises AttributeError if the operator does not exist.
     """
@@ -102,7 +105,7 @@ def _check_operator(operator: str) -> None:
 
 
 def _check_line(operator: str, line: str) -> None:
-    """Raise RuleError for a line that does not parse as `inputs -> outputs`."""
+    """Raise RuleError for a line that does not have the form `inputs -> outputs`."""
 
     def wrong(why: str) -> RuleError:
         return RuleError(f"the line '{line}' of {operator} cannot be read", why=why, hint=NOTATION)
@@ -145,7 +148,7 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
         stated = f"sum='{summed}'" if summed else "no sum="
         names = f"some output lacks {', '.join(lacking)}" if lacking else "every output has all factors of the inputs"
         raise RuleError(
-            f"the rule of {operator} has {stated}",
+            f"the rule of {operator} has {stated}, which does not fit its factors",
             why=f"{names}; sharding a factor that an output lacks leaves a partial sum",
             hint=f"sum='{' '.join(lacking)}', or whole= for factors that cannot be sharded"
             if lacking
@@ -154,7 +157,7 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
 
 
 def _check_signature(operator: str, new_rule: Rule) -> None:
-    """Raise RuleError if a line does not match the operator's schema, or `linear` names a missing input."""
+    """Raise RuleError if a line does not match the operator's schema, or `linear` has a wrong index."""
     for text in (new_rule.text, *new_rule.also):
         left, right = parse(text)
         tensors = f"{_count(len(left), 'input')} and {_count(len(right), 'output')}"
@@ -175,7 +178,7 @@ def _check_signature(operator: str, new_rule: Rule) -> None:
 def _fits(schema: Any, num_inputs: int, num_outputs: int) -> bool:
     """Return True if a schema accepts these numbers of input and output tensors.
 
-    A list argument takes any number.
+    A tensor list counts as any number of tensors.
     """
     inputs, outputs = [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
     many = any("List" in kind and "Tensor" in kind for kind in inputs)
@@ -194,9 +197,9 @@ class RuleCheck:
     """Result of `check_rule`; printable.
 
     Args:
-        right: shardings that the rule claims and that give the right result, including the replicated one.
-        wrong: shardings that the rule claims and that fail, as in `"R, S(0) -> R: output 0 on rank 1 by 0.3"`.
-        missing: shardings that give the right result and that the rule does not claim.
+        right: shardings that the rule allows and that give the right result, including full replication.
+        wrong: shardings that the rule allows and that fail, as in `"R, S(0) -> R: output 0 on rank 1 by 0.3"`.
+        missing: shardings that give the right result although the rule does not allow them.
     """
 
     operator: str
@@ -206,7 +209,7 @@ class RuleCheck:
 
     @property
     def ok(self) -> bool:
-        """True if every sharding that the rule claims gives the right result."""
+        """True if every sharding that the rule allows gives the right result."""
         return not self.wrong
 
     def __str__(self) -> str:
@@ -217,11 +220,11 @@ class RuleCheck:
 
 
 def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
-    """Prove the rule of an operator by running it on an example call, in this process.
+    """Test the rule of an operator by running it on an example call, in this process.
 
-    Every sharding that the rule claims runs on two and on three ranks. Its outputs and gradients are compared with the
-    operator on full inputs. Then every possible sharding is tried on two ranks, and the right ones that the rule does
-    not claim are listed. For an operator without a rule, this list is what a rule could claim.
+    Every sharding that the rule allows runs on two and on three ranks. Its outputs and gradients are compared with the
+    operator on unsharded inputs. Then every possible sharding runs on two ranks. Those that are right although the rule
+    does not allow them are listed. For an operator without a rule, this list shows what a rule could allow.
 
     Args:
         operator: name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.
@@ -259,12 +262,12 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
 
 
 def _check_fits(node: fx.Node, name: str) -> None:
-    """Raise RuleError if a registered rule has no line for this call."""
+    """Raise RuleError if no line of the registered rule fits this call."""
     if operator_name(node) == name and name in REGISTERED and facts(node)["pattern"] is None:
         raise RuleError(
             f"the rule of {name} does not fit this call", why=call_text(name, REGISTERED[name]),
             where=", ".join(str(list(n.meta["val"].shape)) for n in tensor_inputs(node)),
-            hint="a line for these numbers of tensors and dims",
+            hint="add a line to the rule with as many tensors and dims as this call has",
         )  # fmt: skip
 
 

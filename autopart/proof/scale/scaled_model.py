@@ -1,8 +1,8 @@
-"""Reduced copy of a model to verify in float64: fewer repeated blocks, then smaller sizes.
+"""Reduced copy of a model for verification in float64: fewer repeated blocks, then smaller sizes.
 
-Blocks of equal class and shapes have equal programs, so verifying one of them verifies all. The copy has two of every
-run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. Smaller sizes
-come from the config with which the model is made (`smaller_config.py`).
+Blocks of equal class and shapes have equal programs, so verifying one of them verifies all. Of each run of equal
+blocks, the copy has two, so that it also has the boundary between two blocks. If blocks alternate (ABABAB), it has two
+periods (ABAB). Smaller sizes come from the config with which the model is made (`smaller_config.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ _COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(n
 
 @dataclass(frozen=True)
 class ScaledCopy:
-    """A reduced copy of a model, with the record of what was reduced.
+    """A reduced copy of a model, and a record of the reductions.
 
     Args:
-        kept: {path of a list of blocks: (indices of the blocks in the copy, original number of blocks)}.
+        kept: {path of a module list: (indices of the blocks that the copy has, original number of blocks)}.
         is_random: the weights are random.
-        changes: changed sizes of the config.
-        call: how calls are reduced: (vocabulary, divisor of the sequence length, number of ranks).
+        changes: {entry of the config: (original size, smaller size)}.
+        call: arguments of `smaller_call` (vocabulary, divisor of the sequence length, number of ranks); None if calls
+            are not reduced.
     """
 
     model: nn.Module
@@ -65,14 +66,14 @@ class ScaledCopy:
 
     @property
     def notes(self) -> list[str]:
-        """Return notes on the reduced sizes and random weights of the copy."""
+        """Notes for the user about smaller sizes and random weights of the copy."""
         notes = [f"verified on {self.text}"] if self.kept or self.changes else []
         why = "of smaller sizes" if self.changes else "on the meta device"
         return notes + [f"weights {why} are random here"] * self.is_random
 
     @property
     def text(self) -> str:
-        """Describe the copy: `a copy with 2 of 32 blocks (model.layers), vocab_size 2004 of 128256`."""
+        """Description of the copy: `a copy with 2 of 32 blocks (model.layers), vocab_size 2004 of 128256`."""
         sizes = [f"{name} {new} of {old}" for name, (old, new) in self.changes.items()]
         return "a copy with " + ", ".join([*filter(None, [_blocks_text(self.kept)]), *sizes])
 
@@ -88,7 +89,10 @@ class ScaledCopy:
         return shorter
 
     def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
-        """Convert a plan of the model to the copy: the entries of the copy's blocks, and new stage boundaries."""
+        """Convert a plan of the model to a plan of the copy.
+
+        The new plan has the entries of the blocks that the copy has, and new stage boundaries.
+        """
         nodes = list(operators(traced.graph))
         known = {facts(node)[name] for node in nodes for name in ("key", "group")}
         operators_ = {renamed(key, self.kept): entry for key, entry in plan.operators.items()}
@@ -104,7 +108,7 @@ class ScaledCopy:
         )  # fmt: skip
 
     def recompute(self, recompute: Recompute, traced: Trace) -> Recompute:
-        """Convert a recompute option of the model: each block of the copy gets the mode of its original."""
+        """Convert the option `recompute=`: each block of the copy gets the mode of its original."""
         if isinstance(recompute, str):
             return recompute
         numbers = {
@@ -117,7 +121,7 @@ class ScaledCopy:
 
 @dataclass(frozen=True)
 class VerifyLoad:
-    """Extent of a verification: its mesh, number of training steps, and whether there is a loss function."""
+    """Mesh, training steps and loss function: they determine the memory and time of a verification."""
 
     mesh: Mesh | None = None
     steps: int = 0
@@ -125,11 +129,11 @@ class VerifyLoad:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks over which tensors are sharded."""
+        """Number of ranks of one pipeline stage."""
         return 1 if self.mesh is None else self.mesh.num_ranks // self.mesh.size("pp")
 
     def estimate(self, model: nn.Module, arguments: Mapping[str, Any]) -> Estimate:
-        """Estimate memory and time to verify a model. Traces the model without allocating memory."""
+        """Estimate the memory and time of a verification, from a trace that allocates no memory."""
         phase("estimating what the verification needs")
         parameters = list(model.parameters())
         tokens = max(
@@ -146,12 +150,14 @@ ONE_PASS = VerifyLoad()
 
 
 def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> ScaledCopy:
-    """Return a copy of `model` with the fewest repeated blocks that include every kind of block.
+    """Return a copy of `model` with few repeated blocks, but with every kind of block.
 
-    Weights of other blocks are not copied; weights on the meta device become random. A container stays complete if the
-    model does not run on `arguments` without some of its blocks. If the copy exceeds a fair share of the free memory,
-    and the model is made from a transformers config, it also gets smaller sizes. Raises InputError if the smallest copy
-    does not fit.
+    Weights of dropped blocks are not copied, and weights on the meta device become random. If the model does not run on
+    `arguments` without some blocks of a module list, the copy has all blocks of the list.
+
+    If the verification of the copy needs more than `SHARE_COPY` of the free memory, the copy also gets smaller sizes.
+    This works for models that are made from a transformers config. Raises InputError if the smallest copy does not fit
+    into memory.
     """
     free = available_bytes(device_of(model))
     fair = min(SHARE_COPY * free, MOST_FOR_COPY)
@@ -167,10 +173,11 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
 
 
 def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> list[ScaledCopy]:
-    """Return one copy for each kind of block in a container, without blocks of other kinds.
+    """Return several copies of a model, each of which has blocks of one kind only.
 
-    Each copy is smaller than one with all kinds. Weights on the meta device stay there. Raises InputError if a copy
-    does not fit, or if the model does not run without the other kinds.
+    For a module list with dense and expert layers, one copy has only dense and one only expert layers. Each copy needs
+    less memory than a copy with all kinds. Weights on the meta device stay there. Raises InputError if a copy does not
+    fit into memory. Exceptions of models that do not run with one kind of block are not caught.
     """
     free, copies = available_bytes(device_of(model)), []
     for path, kinds in _kinds(model):
@@ -188,7 +195,7 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
 
 
 def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]]:
-    """Yield the outermost lists of blocks that have several kinds of blocks, with each block's kind."""
+    """Yield the outermost module lists with blocks of different kinds, as (path, kind of each block)."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
         kinds = [_kind(block) for block in child] if isinstance(child, nn.ModuleList) else []
@@ -203,8 +210,8 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
     with_blocks = f", with {_blocks_text(repeated)}" if repeated else ""
     return InputError(
         f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
-        why=f"weights and gradients of the model and of all ranks together take {needed.weights / 1e9:.3g} GB, "
-        f"activations {needed.values / 1e9:.3g} GB{with_blocks}",
+        why="verify runs the model and all ranks in this process: weights and gradients take "
+        f"{needed.weights / 1e9:.3g} GB, activations {needed.values / 1e9:.3g} GB{with_blocks}",
         hint="the same model with smaller sizes (hidden, vocabulary): its layouts come from the same rules",
     )
 
@@ -212,9 +219,9 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
 def _with_fewer_blocks(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
 ) -> tuple[ScaledCopy | None, Estimate]:
-    """Return a copy with fewer blocks, and its estimate; None if it needs more than `free` bytes.
+    """Return a copy with fewer blocks, and its estimate.
 
-    Weights on the meta device get no values here.
+    The copy is None if it needs more than `free` bytes. Large copies keep their weights on the meta device.
     """
     repeated = dict(_repeated(model))
     is_random = any(p.is_meta for p in model.parameters())
@@ -238,13 +245,16 @@ def _with_fewer_blocks(
                 continue
             raise
         return ScaledCopy(copied, kept, is_random), needed
-    raise AssertionError("the last attempt must keep all blocks")
+    raise AssertionError("unreachable: the last attempt keeps all blocks, and returns or raises")
 
 
 def _with_smaller_sizes(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """Return the largest copy with fewer blocks and smaller sizes that fits its memory share, or None."""
+    """Return the largest copy with fewer blocks and smaller sizes that needs at most `fair` bytes.
+
+    Returns None if there is no such copy.
+    """
     config = getattr(model, "config", None)
     if work.has_loss_fn or config is None or not is_scalable(config):
         return None
@@ -265,9 +275,10 @@ def _with_smaller_sizes(
 def _smaller_copy(
     model: nn.Module, few: nn.Module, divisors: Divisors, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """Return a copy of `few` with smaller sizes; None if it exceeds its share of the free memory.
+    """Return a copy with the sizes divided by `divisors`; None if it needs more than `fair` bytes.
 
-    `few` is a copy with fewer blocks and no weights.
+    Args:
+        few: copy of the model with fewer blocks, on the meta device.
     """
     config, changes = smaller(few.config, divisors, work.num_ranks)
     call = (config.vocab_size, divisors.sequence, work.num_ranks)
@@ -296,20 +307,20 @@ def _smaller_copy(
 
 
 def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
-    """Construct a model in float64, initialised by its own code."""
+    """Construct a model in float64 from a config. Its own code initializes the weights."""
     with default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind(config)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model is verified: that of its weights, or the CPU if they are on meta."""
+    """Return the device on which a model is verified: the device of its weights, or the CPU for meta."""
     device = device_of_weights(model)
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move the arguments of a call to the device of the weights, as data loaders leave batches on the CPU."""
+    """Move the arguments of a call, which data loaders leave on the CPU, to the device of the weights."""
     return dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) and not t.is_meta else t, dict(arguments)))
 
 
@@ -318,9 +329,10 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def with_fewest_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """Return a copy of `model` with the fewest repeated blocks of every kind, and the blocks' indices.
+    """Return a copy of `model` with few repeated blocks of every kind, and a mapping of block indices.
 
-    The indices are {path of a container: index in the copy, for each original block}. Weights stay on their device.
+    The mapping is {path of a module list: for each block of the model, the index of an equal block in the copy}.
+    Weights stay on their device.
     """
     repeated = dict(_repeated(model))
     like = {}
@@ -334,7 +346,7 @@ def with_fewest_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int
 
 
 def renamed(name: str, kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str | None:
-    """Translate a name of the model to the copy; None if it belongs to a dropped block.
+    """Convert a name of the model to the name in the copy; None if it belongs to a dropped block.
 
     >>> renamed("layers.7.mlp/mul", {"layers": ((0, 7), 8)})
     'layers.1.mlp/mul'
@@ -354,9 +366,9 @@ def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
 
 
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
-    """Return True if verifying a model clearly fits into free memory, so that no estimate is needed.
+    """Return True if a verification surely fits into memory: a rough estimate is below 2 % of free memory.
 
-    Activations are estimated as six numbers for each input entry and each row of a weight.
+    The rough estimate assumes six float64 activations for each pair of an input entry and a row of a weight.
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))
@@ -366,7 +378,10 @@ def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, f
 
 
 def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> bool:
-    """Return True if the free memory suffices to verify an unreduced model, once it has weights."""
+    """Return True if free memory suffices to verify the full model, without a reduced copy.
+
+    The model can be on the meta device.
+    """
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return True
@@ -380,7 +395,7 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_
 
 
 def check_memory(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> None:
-    """Raise InputError if the verification of an unreduced model needs more memory than is free."""
+    """Raise InputError if the verification of the full model needs more memory than is free."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return
@@ -392,7 +407,7 @@ def check_memory(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoa
 
 
 def blocks_to_keep(kinds: Sequence[Any]) -> tuple[int, ...]:
-    """Return the indices of the blocks to keep: at most two periods of each repetition.
+    """Return the indices of the blocks that a copy has: at most two periods of each repetition.
 
     >>> blocks_to_keep("AAAA"), blocks_to_keep("ABBBB"), blocks_to_keep("ABABABAB")
     ((0, 1), (0, 1, 2), (0, 1, 2, 3))
@@ -406,7 +421,7 @@ def blocks_to_keep(kinds: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _repeated(model: nn.Module, path: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the outermost containers of blocks from which some blocks can be dropped."""
+    """Yield the outermost module lists with blocks to drop, as (path, indices of the blocks to keep)."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
         kept = (
@@ -425,7 +440,7 @@ def _blocks(model: nn.Module, path: str) -> nn.ModuleList | nn.Sequential:
 
 
 def _kind(block: nn.Module) -> tuple:
-    """Return a key of a block's classes, shapes and settings. Blocks with equal keys have equal programs."""
+    """Return the kind of a block: a key that is equal for blocks with equal classes, shapes and settings."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
     modes = tuple(
@@ -456,7 +471,7 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
 
 
 def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tuple[int, ...]]) -> None:
-    """Reduce layer counts, and lists with one entry per layer, in configs and modules."""
+    """Adapt the layer counts, and lists with one entry per layer, in configs and modules of a copy."""
     holders = {id(m): vars(m) for m in model.modules()}
     holders |= {id(c): vars(c) for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     for settings in holders.values():
@@ -468,7 +483,11 @@ def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tup
 
 
 def _materialise(model: nn.Module) -> None:
-    """Replace meta tensors by values: random weights, small or near one by their kind; zeros for integers."""
+    """Give values to tensors on the meta device.
+
+    Matrices and biases become small random values, one-dimensional weights (of norms) random values near one, and
+    integer buffers zeros.
+    """
     generator = torch.Generator().manual_seed(0)
     materialised: dict[int, nn.Parameter] = {}
     for module in model.modules():

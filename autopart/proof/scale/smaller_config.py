@@ -1,7 +1,7 @@
 """Smaller sizes for a transformers config, chosen so that the same sharding rules apply.
 
-Every size keeps its remainder modulo the number of ranks, so a dim can be sharded evenly if and only if it could be
-before. The ratio of heads to key and value heads, and of widths to heads, does not change.
+Every size keeps its remainder modulo the number of ranks, so that a dim is evenly divisible if and only if the original
+was. The ratio of heads to key and value heads stays equal, and so does the ratio of widths to heads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Changes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Divisors:
-    """Divisors, at least 1, of three groups of sizes: vocabulary; widths and experts; sequence length."""
+    """Divisors of three groups of sizes: vocabulary, widths and number of experts, and sequence length."""
 
     vocabulary: int = 1
     width: int = 1
@@ -52,17 +52,17 @@ LADDER = (
 
 
 def is_scalable(config: Any) -> bool:
-    """Return True if a config has the sizes listed in this file and no nested config of another model."""
+    """Return True if a config has the sizes that this file lists, and contains no config of another model."""
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return False
     return _first(config, WIDTHS) is not None and _first(config, HEADS) is not None
 
 
 def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Changes]:
-    """Return a copy of the config with smaller sizes, and {name: (size, smaller size)}.
+    """Return a copy of the config with smaller sizes, and {name: (original size, smaller size)}.
 
     Args:
-        num_ranks: product of the axes that shard tensors. Sizes keep their remainder modulo it.
+        num_ranks: number of ranks that shard tensors. Sizes keep their remainder modulo this number.
     """
     copied = copy.deepcopy(config)
     changes: dict[str, tuple[int, int]] = {}
@@ -89,7 +89,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, smaller size) of attention sizes: number of heads, width of a head, total width."""
+    """Yield (name, smaller size) of the sizes of attention: number of heads, width of a head, total width."""
     (width_name, width), (heads_name, heads) = _first(config, WIDTHS), _first(config, HEADS)  # type: ignore[misc]
     kv_name, kv_heads = _first(config, KEY_HEADS) or ("", heads)
     fewer = max(
@@ -120,9 +120,11 @@ def _remains(size: int, other: int, num_ranks: int) -> bool:
 
 
 def scaled_size(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
-    """Return a size about `divisor` times smaller, with an equal remainder by the number of ranks.
+    """Return a size about `divisor` times smaller, but at least `smallest`.
 
-    >>> [scaled_size(size, 4, 8, 256) for size in (50257, 14336, 100)]
+    The size keeps its remainder modulo `num_ranks`.
+
+    >>> [scaled_size(size, divisor=4, num_ranks=8, smallest=256) for size in (50257, 14336, 100)]
     [12569, 3584, 100]
     """
     target = max(size // divisor, smallest)
@@ -130,7 +132,7 @@ def scaled_size(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
 
 
 def _keep_tokens_below(config: Any, vocabulary: int) -> None:
-    """Reduce the ids of special tokens, such as `eos_token_id`, modulo the smaller vocabulary."""
+    """Reduce ids of special tokens, such as `eos_token_id`, to below the vocabulary size."""
     for name, token in list(vars(config).items()):
         if name.endswith("_token_id") and isinstance(token, int) and token >= vocabulary:
             setattr(config, name, token % vocabulary)
@@ -148,9 +150,9 @@ def _first(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 def smaller_call(arguments: Mapping[str, Any], vocabulary: int, divisor: int, num_ranks: int) -> dict[str, Any] | None:
-    """Return a call with smaller token ids and shorter sequences; None if an input is not tokens.
+    """Return a call with smaller token ids and shorter sequences; None if a tensor argument is not tokens.
 
-    Negative entries (ignored labels) stay.
+    Negative token ids (ignored labels) stay unchanged.
     """
     shorter = dict(arguments)
     for name, value in arguments.items():

@@ -1,4 +1,4 @@
-"""Proof of training steps: all ranks in one process, compared with a single device.
+"""Proof of training steps: all ranks train in one process and are compared with a single device.
 
 A step is forward, backward, optional loss scaling, the gradient norm, clipping, an optimizer for each rank's shards,
 and updated buffers (such as batch norm). Values that need all ranks, such as the norm, are computed by the runtime's
@@ -40,14 +40,17 @@ from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.shards.shard_state import merge_stored
 from autopart.runtime.training.gradient_norms import grad_norm_lockstep
-from autopart.tracing.call_cache import call_key
+from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key
 from autopart.tracing.trace_model import flatten_call
 from autopart.tracing.with_loss import call
 
 
 @dataclass
 class _Outcome:
-    """State of one step after clipping: {rank: value} of losses, norms, loss scales and skipped steps."""
+    """Results of the backward of one step: {rank: value} for each field.
+
+    `skips`: True if the rank skips the step because of an infinite gradient.
+    """
 
     losses: dict[int, Tensor]
     norms: dict[int, Tensor]
@@ -56,9 +59,9 @@ class _Outcome:
 
 
 class _SingleDeviceTraining:
-    """Single-device training of the model, with torch's scaler, clipping and optimizer.
+    """Training of the model on a single device, with torch's scaler, clipping and optimizer.
 
-    If the model does not compute in float64, its trace is trained.
+    If the model does not run in float64, its float64 trace is trained.
     """
 
     def __init__(self, reference: Reference, training: Training):
@@ -136,12 +139,12 @@ class _LossScale:
 
 
 def any_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
-    """Return {rank: True if any rank found an infinite gradient}; all values are equal."""
+    """Return {rank: True} if any rank has an infinite gradient, else {rank: False}."""
     return dict.fromkeys(infinite, any(infinite.values()))
 
 
 class _AllRanks:
-    """Training of the partitioned model on all ranks: each has its shards of the weights and an optimizer."""
+    """Training of the partitioned model on all ranks. Each rank has weight shards and an optimizer."""
 
     def __init__(self, subject: GraphUnderTest, arrangement: Arrangement, training: Training):
         self.arrangement, self.training = arrangement, training
@@ -170,7 +173,7 @@ class _AllRanks:
         return _Outcome({rank: loss.detach() for rank, loss in losses.items()}, norms, scales, skips)
 
     def _unscale(self, rank: int) -> bool:
-        """Divide the gradients of a rank by the loss scale. Return True if any is infinite or NaN."""
+        """Divide the gradients of a rank by the loss scale. Return True if any gradient is infinite or NaN."""
         grads = [p.grad for p in self.shards[rank].values() if p.grad is not None]
         for grad in grads:
             grad.div_(self.scales[rank].value)
@@ -206,35 +209,38 @@ def _named(local: Mapping[str, nn.Parameter]) -> Named:
 
 
 def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy buffers. A buffer with two names is copied once."""
+    """Copy buffers. A buffer with two names is copied once, so that both names stay tied."""
     copies: dict[int, Tensor] = {}
     return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
 
 
 class _DelayedGradients:
-    """Gradients of the previous batch, which optimizers use under `schedule="1f1b_2bw"` (PipeDream-2BW)."""
+    """Gradients of the previous batch, which optimizers use with `schedule="1f1b_2bw"` (PipeDream-2BW)."""
 
     def __init__(self) -> None:
         self.previous_grads: dict[int, Tensor | None] = {}
 
     def exchange(self, parameters: Iterable[Tensor]) -> None:
-        """Store the current gradients, and set `.grad` to those of the previous call (None in the first call)."""
+        """Replace each parameter's `.grad` by its gradient of the previous batch, and store the current one.
+
+        In the first call the new `.grad` is None.
+        """
         for parameter in parameters:
             before = self.previous_grads.get(id(parameter))
             self.previous_grads[id(parameter)], parameter.grad = parameter.grad, before
 
 
 def train(reference: Reference, arrangement: Arrangement, training: Training, tolerance: float) -> list[StepReport]:
-    """Run the training steps on both sides, up to the first difference, and restore weights and buffers.
+    """Train the model on a single device and on all ranks, and compare each step. Stop at a difference.
 
-    Under an asynchronous schedule (PipeDream-2BW), optimizers get the gradients of the previous batch on both sides. A
-    batch with other shapes is traced again under the same plan.
+    With an asynchronous schedule (PipeDream-2BW), all optimizers use the gradients of the previous batch. A batch with
+    new shapes is traced again under the same plan. Weights and buffers are restored at the end.
 
     Args:
-        reference: reference for the example call.
+        reference: the model on a single device, for the example call.
     """
     reports: list[StepReport] = []
-    with _as_before(reference):
+    with _restore_state(reference):
         one, ranks = _SingleDeviceTraining(reference, training), _AllRanks(reference.subject, arrangement, training)
         calls = _TracedBatches(reference, arrangement, training)
         rounding: dict[str, Tensor] = {}
@@ -258,7 +264,7 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
 
 
 @contextmanager
-def _as_before(reference: Reference) -> Iterator[None]:
+def _restore_state(reference: Reference) -> Iterator[None]:
     """Context manager that restores weights and buffers, and removes gradients, on exit."""
     traced = reference.traced
     before = [(t, t.detach().clone()) for t in (*traced.parameters.values(), *traced.buffers.values())]
@@ -273,30 +279,32 @@ def _as_before(reference: Reference) -> Iterator[None]:
 
 
 class _TracedBatches:
-    """The trace and program of each batch, cached by shapes and options."""
+    """Traces and programs of the batches, cached by shapes, options and value guards of the call."""
 
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
         self.reference, self.arrangement, self.training = reference, arrangement, training
         self.first = reference.subject.step(arrangement.decisions)
-        self.cache: dict[Hashable, tuple[GraphUnderTest, Program]] = {
-            self._key(training.example): (reference.subject, self.first)
-        }
+        self.cache: Recent[tuple[GraphUnderTest, Program]] = Recent(MAX_CALLS)
+        self.cache.add(self._key(training.example), (reference.subject, self.first))
 
     def of(self, step: int) -> tuple[GraphUnderTest, Program]:
-        """Return the traced graph and the program of a step, with the step's inputs and random seed."""
+        """Return the traced graph and the program of a step. The graph has the step's inputs and random seed."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
-        if key not in self.cache:
-            self.cache[key] = self._traced(arguments)
-        subject, program = self.cache[key]
-        call = replace(subject.traced.call, tensors=flatten_call(self.reference.in_double(arguments)).tensors)
+        tensors = flatten_call(self.reference.in_double(arguments)).tensors
+
+        def fits(cached: tuple[GraphUnderTest, Program]) -> bool:
+            return cached[0].traced.value_guards.hold(tensors, {})
+
+        subject, program = self.cache.find(key, fits) or self.cache.add(key, self._traced(arguments))
+        call = replace(subject.traced.call, tensors=tensors)
         return GraphUnderTest(replace(subject.traced, call=call), subject.loss, SEED + step), program
 
     def _key(self, arguments: Mapping[str, Any]) -> Hashable:
         return call_key(arguments, flatten_call(arguments), self.reference.model.training, None)
 
     def _traced(self, arguments: Mapping[str, Any]) -> tuple[GraphUnderTest, Program]:
-        """Trace a batch under the plan and stored parameter layouts of the example call, as the runtime does."""
+        """Trace a batch under the plan of the example call, as the runtime does for new shapes."""
         assert self.arrangement.plan is not None
         traced = self.reference.trace(arguments)
         decided = decided_by(self.reference.traced, self.arrangement.decisions)
@@ -357,7 +365,7 @@ def _factor(norm: Tensor, training: Training) -> float:
 
 
 def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor | None:
-    """Return an entry of a parameter's optimizer state if it has the parameter's shape; else None."""
+    """Return an entry of a parameter's optimizer state; None if it does not have the parameter's shape."""
     kept = optimizer.state.get(parameter, {}).get(key)
     return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 

@@ -1,4 +1,4 @@
-"""Comparison of one training step of all ranks with the same step on a single device, and its report."""
+"""Comparison of a training step on all ranks with that step on a single device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class StepMismatch:
-    """The first quantity of a training step that differs.
+    """The first value of a training step that differs from the single device.
 
     Args:
         kind: "loss", "scale", "norm", "gradient" (after clipping), "weight", "state" (of the optimizer) or "buffer".
         name: name of the parameter or buffer; "" for other kinds.
-        rank: the wrong rank; None if no single rank is wrong.
+        rank: the rank with the wrong value; None if the value is wrong on the single device (NaN or infinity).
     """
 
     step: int
@@ -49,15 +49,15 @@ class StepMismatch:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A training step on a single device, and the errors of all ranks.
+    """Report on a training step: values of the single device, and the errors of all ranks.
 
     Args:
         norm: gradient norm before clipping.
         scale: loss scale.
         skipped: a gradient was infinite or NaN, and the scaler skipped the step.
-        errors: largest error over the ranks, by name (`loss`, `norm`, `weight h.0.up.weight`).
-        rounding: parameters that have entries whose gradients are only rounding. These entries are not compared after
-            the optimizer.
+        errors: {name: largest error over the ranks}, with names such as `loss`, `norm` or `weight h.0.up.weight`.
+        rounding: parameters with gradient entries so small that they are rounding errors. These entries of weights and
+            optimizer state are not compared.
     """
 
     step: int
@@ -83,7 +83,10 @@ class StepReport:
 
 
 class StepComparison:
-    """Collector of the errors of one training step, in the order in which the step computes its values."""
+    """Comparison of one training step.
+
+    Its methods are called in the order in which a step computes values.
+    """
 
     def __init__(self, step: int, program: Program, tolerance: float, rounding: dict[str, Tensor]):
         self.step, self.program, self.tolerance, self.rounding = step, program, tolerance, rounding
@@ -108,9 +111,9 @@ class StepComparison:
     def note_rounding(
         self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
     ) -> None:
-        """Exclude entries whose gradient is only rounding from later comparisons of weights and states.
+        """Exclude entries from later comparisons if their gradient is only a rounding error.
 
-        An optimizer that divides by a gradient's size makes a full step of either sign from such a gradient.
+        Adam divides a gradient by its size, so the sign of a rounding error decides the direction of a full update.
         """
         add_rounding(self.rounding, expected, expected)
         limit = _limit(expected)
@@ -134,9 +137,9 @@ class StepComparison:
         self, kind: str, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
         floor: float, suffix: str = "",
     ) -> None:  # fmt: skip
-        """Compare each rank's shard of a tensor (weight, gradient, state) with that shard of the full tensor.
+        """Compare each rank's shard of a weight, gradient or state with the single device.
 
-        Errors are relative to the largest entry of all full tensors, at least `floor`.
+        Errors are relative to the largest entry of all expected tensors, at least `floor`.
         """
         for name, value in expected.items():
             if value is not None and not bool(value.isfinite().all()):
@@ -153,9 +156,9 @@ class StepComparison:
     def start_equal(
         self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
     ) -> None:
-        """Copy the single device's values to the entries of the ranks that are not compared.
+        """Copy the entries that are excluded from comparison from the single device to the ranks.
 
-        Values that depend on such entries (a running mean depends on the preceding bias) can then be compared strictly.
+        All values of the next step can then be compared with the full tolerance.
         """
         for rank, local in actual.items():
             for name, part in local.items():
@@ -184,7 +187,7 @@ class StepComparison:
         self._note(kind, name, rank, error, _worst_entry(part, whole) if error > self.tolerance else "")
 
     def _not_finite(self, kind: str, name: str, expected: Tensor) -> None:
-        """Record a value that is not finite as an error, even if ranks and single device agree."""
+        """Record NaN or infinity on the single device as an error, even if the ranks have it too."""
         self._note(kind, name, None, float("inf"), f"not finite on one device: it {bad_entries(expected)}")
 
     def _note(self, kind: str, name: str, rank: int | None, error: float, detail: str) -> None:
@@ -207,10 +210,12 @@ class StepComparison:
 def add_rounding(
     rounding: dict[str, Tensor], actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> None:
-    """Mark in {name: mask} the entries whose gradients are only rounding, on the ranks and one device.
+    """Mark the entries whose gradients in both runs are so small that they are rounding errors.
 
-    Marks of earlier steps stay. Entries whose gradients are zero on both are not marked, because an optimizer changes
-    them by the same amount.
+    Earlier marks stay. An entry whose gradient is exactly zero in both runs is not marked.
+
+    Args:
+        rounding: {parameter: boolean mask of marked entries}, changed in place.
     """
     limit = _limit(expected)
     for name, grad in expected.items():
@@ -230,7 +235,7 @@ def _are_rounding(one: Tensor, other: Tensor, limit: float) -> Tensor:
 
 
 def _worst_entry(part: Tensor, whole: Tensor) -> str:
-    """Return the entry with the largest error as text: `entry [3, 0] of its shard is 0.52, not 0.51`."""
+    """Describe the entry with the largest error: `entry [3, 0] of its shard is 0.52, not 0.51`."""
     if part.shape != whole.shape:
         return f"shape {list(part.shape)}, not {list(whole.shape)}"
     part, whole = part.detach(), whole.detach()

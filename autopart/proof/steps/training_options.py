@@ -31,10 +31,10 @@ class Training:
     """The training steps that `verify` runs and compares.
 
     Args:
-        optimizer: function that makes an optimizer from [(name, parameter)]. Called with the model's parameters, and
-            for each rank with the rank's parameters.
+        optimizer: function that makes an optimizer from [(name, parameter)]. It is called once with the parameters of
+            the model, and once for each rank with the shards of the rank.
         example: arguments of the call that is traced.
-        batches: arguments by name of the call in each step; repeated from the first if there are fewer than `steps`.
+        batches: arguments by name of the call in each step. If there are fewer than `steps`, they are repeated.
         max_norm: gradient clipping norm.
         scaler: settings of a `torch.amp.GradScaler`.
         targets: targets of a loss function, one per batch.
@@ -49,7 +49,7 @@ class Training:
     targets: tuple[Any, ...] = ()
 
     def batch(self, step: int) -> Mapping[str, Any]:
-        """Return the arguments of the call in a step. Steps are counted from 1."""
+        """Return the arguments of the call in a step. The first step is 1."""
         return self.batches[(step - 1) % len(self.batches)]
 
 
@@ -58,7 +58,7 @@ def read_training(
     max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
     has_loss_fn: bool = False,
 ) -> Training | None:  # fmt: skip
-    """Validate the training options of `verify`. Return None if no option is set.
+    """Validate the training options of `verify`. Return None if all are None.
 
     With a `loss_fn`, a batch can contain its `target`. Raises OptionError and InputError for invalid options.
     """
@@ -84,7 +84,7 @@ def read_training(
         calls.append(bind_call(model, (), inputs))
     if targets and len(targets) < len(calls):
         raise InputError(
-            f"{len(targets)} of {len(calls)} batches have a '{TARGET}' for the loss_fn",
+            f"{len(targets)} of {len(calls)} batches have the entry '{TARGET}' for the loss_fn",
             hint="one in every batch, or none",
         )
     return Training(
@@ -99,7 +99,7 @@ def read_training(
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise OptionError unless the object is a torch optimizer whose step needs no closure."""
+    """Raise OptionError if the object is not a torch optimizer, or if its step needs a closure."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer(named) returned a {name}, not a torch.optim.Optimizer",
@@ -118,7 +118,7 @@ def _adamw(named: Named) -> torch.optim.Optimizer:
 
 
 def _scaler_settings(scaler: Any) -> dict[str, Any] | None:
-    """Return the settings of a GradScaler: from a dict, from a scaler object, or the defaults."""
+    """Return the settings of a GradScaler, given as a dict, as an object, or as True for the defaults."""
     if scaler is None or scaler is False:
         return None
     if isinstance(scaler, Mapping):

@@ -1,1 +1,1 @@
-"""Proof of a user's own training function."""
+"""Proof of a training function that the user has written."""

@@ -1,9 +1,7 @@
-"""Forked processes that run a training function.
-
-Unlike with `spawn`, the function need not be picklable.
+"""Forked processes that run a training function. With fork, the function need not be picklable.
 
 Each child sends a report when it ends. If a child raises, exits or sends no report in time, all children are stopped,
-so no process waits forever.
+so that no process waits forever.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ GRACE_S = 10.0
 
 @dataclass
 class Failure:
-    """Exception of a child process, as text. `refusal`: the exception object if it is an autopart error."""
+    """Exception of a child process, as text. `refusal` is the exception object if autopart raised it."""
 
     kind: str
     text: str
@@ -62,11 +60,13 @@ def run_forked(
 
     Args:
         connected: initialise a gloo process group, with the environment variables of torchrun.
-        where: function that returns the user's source line from which an exception comes.
+        where: function that returns the source line of the user's code that raised an exception.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeSetupError(
-            "verify_loop() starts processes with os.fork", why="this operating system does not have it", hint="Linux"
+            "verify_loop() starts processes with os.fork",
+            why="this operating system does not have it",
+            hint="run it on Linux",
         )
     context = multiprocessing.get_context("fork")
     store = tempfile.mktemp(dir=folder) if connected else ""
@@ -85,7 +85,7 @@ def run_forked(
             children[rank] = (process, ours)
         reports = _collect(children, time.monotonic() + time_limit_s)
         for rank in children.keys() - reports.keys():
-            reports[rank] = _silent(children[rank][0], rank, folder, time_limit_s)
+            reports[rank] = _timeout_report(children[rank][0], rank, folder, time_limit_s)
         return reports
     finally:
         for process, connection in children.values():
@@ -95,7 +95,7 @@ def run_forked(
 
 
 def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> dict[int, Report]:
-    """Return the reports by rank that arrive before the deadline."""
+    """Return {rank: report}, for reports that arrive before the deadline."""
     reports: dict[int, Report] = {}
     while len(reports) < len(children) and time.monotonic() < deadline:
         pending = {connection: rank for rank, (_, connection) in children.items() if rank not in reports}
@@ -116,8 +116,8 @@ def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> di
     return reports
 
 
-def _silent(process: Any, rank: int, folder: str, time_limit_s: float) -> Report:
-    """Return a report for a process that has sent none, with the user's source line that it is running."""
+def _timeout_report(process: Any, rank: int, folder: str, time_limit_s: float) -> Report:
+    """Return a report for a process that sent none, with the source line of the user's code that it runs."""
     dump = Path(folder, f"stack{rank}")
     place = ""
     if process.is_alive() and dump.exists():

@@ -1,4 +1,7 @@
-"""Single-process methods of `ParallelModule`, so that a training function also runs without autopart."""
+"""Methods of `ParallelModule` for an unpartitioned model in one process.
+
+With them, a training function that is written for a `ParallelModule` also runs with the plain model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from autopart.errors import InputError, UsageError
 
 
 class PlainMethods:
-    """The methods that a `ParallelModule` has in addition to `nn.Module`, for a model in one process."""
+    """The methods that `ParallelModule` has and `nn.Module` has not, for a model in one process."""
 
     data_rank, num_data_ranks, skipped_steps, loss_scale = 0, 1, 0, 1.0
 
@@ -84,7 +87,10 @@ class PlainMethods:
 
 
 def with_plain_methods(model: nn.Module) -> nn.Module:
-    """Add the methods of `ParallelModule` to a model, in place. Its attributes and class name stay."""
+    """Add the methods of `ParallelModule` to a model, in place.
+
+    Its attributes and class name do not change.
+    """
     kind = type(model)
     model.__class__ = type(kind.__name__, (PlainMethods, kind), {"__module__": kind.__module__})
     return model
@@ -109,7 +115,7 @@ def _loss_of(returned: Any) -> Tensor:
 
 
 class _LabelCounts(TorchFunctionMode):
-    """Function mode that records the number of labels over which each mean-reduced loss averages."""
+    """`TorchFunctionMode` that records, for each mean-reduced loss, the number of labels it averages over."""
 
     def __init__(self) -> None:
         super().__init__()

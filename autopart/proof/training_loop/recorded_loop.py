@@ -1,4 +1,4 @@
-"""Recorder of a user's training function: losses, gradients and weights, each with its line."""
+"""Recorder of a training function: its losses, gradients and weights, each with a source line."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class LoopMismatch:
 
     Args:
         step: number of the optimizer step, from 1, in which the value was computed.
-        kind: "loss", "gradient", "weight", "returned", "order" (the rank is at another kind of event than the plain
-            model was) or "error" (a rank raised).
+        kind: "loss", "gradient", "weight", "returned", "order" (the rank's event has another kind than the plain
+            model's) or "error" (the rank raised an exception).
         name: name of the parameter or buffer.
-        where: line of the user's function.
+        where: source line of the user's function.
     """
 
     step: int
@@ -58,7 +58,10 @@ class LoopMismatch:
 
 @dataclass
 class LoopEvent:
-    """One recorded event of the training function. `values`: {name: tensor}; None if nothing is compared."""
+    """One event of the training function, such as a computed loss or an optimizer step.
+
+    `values`: {name: tensor} to compare; None if the event has no values.
+    """
 
     kind: str
     step: int
@@ -68,7 +71,7 @@ class LoopEvent:
 
 @dataclass
 class RankResult:
-    """Result of comparing one rank's run. `events`: number of compared events."""
+    """Differences between the run of one rank and that of the plain model. `events`: number of events."""
 
     errors: dict[str, float] = field(default_factory=dict)
     first: LoopMismatch | None = None
@@ -78,11 +81,9 @@ class RankResult:
 
 
 class Recorder:
-    """Recorder of one run of the training function in this process.
+    """Recorder of one run of the training function in this process. It calls `sink(index, event)`.
 
-    It calls `sink(index, event)` for every event.
-
-    Use it only in a process that ends after the run, because it never removes its patches of torch.
+    It patches torch and never removes the patches, so the process must end after the run.
     """
 
     def __init__(self, fn: Callable[..., Any], sink: Callable[[int, LoopEvent], None]):
@@ -100,7 +101,7 @@ class Recorder:
         register_optimizer_step_post_hook(lambda *_: None if _called_by_autopart() else self._weights())
 
     def end(self, returned: Any) -> None:
-        """Record the events at the end of the function: the final weights and the returned values."""
+        """Record the final weights and the values that the function returned."""
         self.event("weight", self.model.full_state_dict(), "the end of the function")
         flat = tree_flatten(returned)[0]
         values = {str(i): v for i, v in enumerate(flat) if isinstance(v, (Tensor, int, float, str))}
@@ -111,7 +112,7 @@ class Recorder:
         self.count += 1
 
     def line(self) -> str:
-        """Return the innermost source line of the user's code that is running, as text."""
+        """Return, as text, the innermost line of the user's code that is running."""
         frames = []
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -120,7 +121,7 @@ class Recorder:
         return _line_of(frames, self.code)
 
     def line_of(self, error: BaseException) -> str:
-        """Return the innermost source line of the user's code in an exception's traceback, as text."""
+        """Return, as text, the innermost line of the user's code in the traceback of an exception."""
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -158,7 +159,7 @@ class Recorder:
 
 
 def _called_by_autopart() -> bool:
-    """Return True if autopart itself steps an optimizer or differentiates, such as in a trial step."""
+    """Return True if autopart, not the user, called the optimizer or backward, such as in a trial step."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -169,9 +170,10 @@ def _called_by_autopart() -> bool:
 
 
 def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | None) -> str:
-    """Format a source line as `line 12 of train.py, in train: loss.backward()`.
+    """Format the first frame of the user's code as `line 12 of train.py, in train: loss.backward()`.
 
-    Frames are passed innermost first.
+    Args:
+        frames: stack frames, innermost first.
     """
     users = [f for f in frames if not is_library(f[0].co_filename)]
     chosen = next(iter(users), None) or next((f for f in frames if f[0] is code), None)
@@ -183,12 +185,12 @@ def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | No
 
 
 class EventComparison:
-    """Comparison of a rank's events, as they occur, with the recorded events of the plain model.
+    """Comparison of a rank's events with the recorded events of the plain model, while the rank runs.
 
     Args:
-        load: function that loads weights into the partitioned model. Weight entries whose gradients are only rounding
-            are copied from the plain model: an optimizer that divides by a gradient's size makes a full step of either
-            sign from such a gradient.
+        load: function that loads weights into the partitioned model. The comparison copies weight entries from the
+            plain model if their gradients are only rounding errors, because Adam makes a full update from such
+            gradients.
     """
 
     def __init__(
@@ -219,9 +221,9 @@ class EventComparison:
                 add_rounding(self.rounding, _dense(actual.values), _dense(wanted.values))
 
     def _without_rounding(self, actual: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace weight entries whose gradient is only rounding error by those of the plain model's run.
+        """Replace weight entries whose gradients are only rounding errors by those of the plain model.
 
-        The entries are replaced in the partitioned model too, so that later events are comparable.
+        They are replaced in the partitioned model too, so that later events are comparable.
         """
         equal = {
             name: torch.where(where, expected[name].to(actual[name]), actual[name])
@@ -239,7 +241,7 @@ class EventComparison:
             scale = max([floor, *(largest(v) for v in expected.values() if isinstance(v, Tensor) and v.numel())])
         for name in dict.fromkeys([*expected, *actual]):
             here, there = actual.get(name), expected.get(name)
-            self._note(index, event, event.kind, name, *_apart(here, there, scale))
+            self._note(index, event, event.kind, name, *_value_error(here, there, scale))
 
     def _note(self, index: int, event: LoopEvent, kind: str, name: str, error: float, detail: str) -> None:
         entry = f"{kind} {name}".strip()
@@ -254,8 +256,8 @@ def _dense(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: grad.to_dense() for name, grad in grads.items() if grad is not None}
 
 
-def _apart(here: Any, there: Any, scale: float | None) -> tuple[float, str]:
-    """Return the error of a value, relative to its largest entry, and a text on the entry with this error."""
+def _value_error(here: Any, there: Any, scale: float | None) -> tuple[float, str]:
+    """Return the error of a value on a rank, divided by `scale`, and a description of the worst entry."""
     if here is None or there is None:
         value = there if here is None else here
         nothing = not isinstance(value, Tensor) or not bool(value.detach().any())

@@ -1,7 +1,7 @@
-"""Proof of the user's own training function: it runs once with the plain model, then once per rank.
+"""Proof of a training function of the user: it runs once with the plain model and once per rank.
 
 All runs are forked processes in float64 that start from one interpreter state and one random seed. The run of the plain
-model records its events (losses, gradients, weights) in a folder. Each rank compares its events with these as it runs.
+model writes its events (losses, gradients, weights) to a folder. Each rank compares its own events with them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class LoopVerification:
     Args:
         max_error: largest error over all ranks and values.
         first_mismatch: the first wrong value; None if all agree.
-        errors: error by kind and name (`loss`, `gradient 0.weight`, `weight 0.weight`, `returned 0`).
-        steps: number of optimizer steps in one process.
+        errors: {kind and name: error}, such as `loss`, `gradient 0.weight`, `weight 0.weight` or `returned 0`.
+        steps: number of optimizer steps of the plain model.
     """
 
     ok: bool
@@ -75,7 +75,7 @@ def prove(
 
     Args:
         parallelize: function that makes the partitioned model on a rank.
-        example: example arguments of `parallelize`, if any.
+        example: `example_args` or `example_kwargs` for `parallelize`; by default, the first batch.
     """
     _check(fn, model, options)
     model = copy.deepcopy(model).cpu().double()
@@ -91,19 +91,22 @@ def prove(
             raise _plain_failure(report.failure)
         count, steps, trains = report.value
         if not trains:
-            raise InputError("the function trains nothing", why="no loss, no optimizer step, and no weight changes",
-                             hint="fn(model, batches) calls model.step(...) and optimizer.step()")  # fmt: skip
+            raise InputError(
+                "the training function trains nothing",
+                why="it computed no loss, took no optimizer step and changed no weight",
+                hint="fn(model, batches) calls model.step(...) and optimizer.step()",
+            )
 
         def on_a_rank(rank: int) -> RankResult:
             made = parallelize(model, mesh, **example, **options)
             return run.compared(made, rank, tolerance, count, local_batch)
 
         reports = run_forked(on_a_rank, mesh.num_ranks, time_limit_s, folder, run.where, connected=True)
-        return _together(run, reports, str(mesh), steps, local_batch)
+        return _merge_ranks(run, reports, str(mesh), steps, local_batch)
 
 
 def _check(fn: Any, model: Any, options: Mapping[str, Any]) -> None:
-    """Raise OptionError or InputError for arguments of `verify_loop` with which nothing can be compared."""
+    """Raise OptionError or InputError if the arguments of `verify_loop` are invalid."""
     if not callable(fn):
         raise InputError(f"fn={fn!r:.40} is not a training function", hint="def fn(model, batches): ...")
     if not isinstance(model, nn.Module):
@@ -115,8 +118,10 @@ def _check(fn: Any, model: Any, options: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         value = options.get(name)
         if value is not None and (name != "schedule" or value == "1f1b_2bw") and value != "fp32":
-            raise OptionError(f"verify_loop() with {name}={value!r}", why=why,
-                              hint="verify(...) for it, and verify_loop without it")  # fmt: skip
+            raise OptionError(
+                f"verify_loop() does not support {name}={value!r}", why=why,
+                hint="verify(...) supports this option; or call verify_loop() without it",
+            )  # fmt: skip
 
 
 def _in_double(values: Any) -> Any:
@@ -127,10 +132,10 @@ def _in_double(values: Any) -> Any:
 
 
 def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return the arguments of a call of the model, as contained in a batch.
+    """Return the arguments of `parallelize` for an example call, taken from a batch.
 
-    If the batch is a dict, its entries that the model accepts are keyword arguments. A tuple or tensor is all
-    arguments.
+    The entries of a dict that the model's forward accepts become keyword arguments. A tuple, list or tensor becomes the
+    positional arguments.
     """
     signature = inspect.signature(model.forward)
     needs_full_sequence = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -142,13 +147,15 @@ def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError("the first batch is not a call of the model", why=str(error),
-                         hint="example_args=(x,), or example_kwargs={'input': x}") from None  # fmt: skip
+        raise InputError(
+            "the model cannot be called with the first batch", why=str(error),
+            hint="example_args=(x,), or example_kwargs={'input': x}",
+        ) from None  # fmt: skip
     return {"example_kwargs": kwargs} if kwargs else {"example_args": args}
 
 
 class _LoopRun:
-    """One run of the training function in a child process, with a recorder of its events."""
+    """One run of the training function in a child process, which records its events."""
 
     def __init__(self, fn: Function, model: nn.Module, batches: Any, folder: str):
         self.fn, self.model, self.batches, self.folder = fn, model, batches, Path(folder)
@@ -156,9 +163,9 @@ class _LoopRun:
         self.comparison: EventComparison | None = None
 
     def plain(self, rank: int) -> tuple[int, int, bool]:
-        """Run the function with the plain model.
+        """Run the function with the plain model, and record its events.
 
-        Return the number of events, the number of optimizer steps, and True if the function trains.
+        Returns the number of events, the number of optimizer steps, and True if the function trains.
         """
         before = {name: v.clone() for name, v in self.model.state_dict().items() if isinstance(v, Tensor)}
         self._call(with_plain_methods(self.model))
@@ -167,7 +174,7 @@ class _LoopRun:
         return self.recorder.count, self.recorder.steps - 1, changed or self.recorder.count > 2
 
     def compared(self, model: nn.Module, rank: int, tolerance: float, count: int, local_batch: bool) -> RankResult:
-        """Run the function with the partitioned model, and compare with the recorded run of the plain model."""
+        """Run the function with the partitioned model, and compare its events with those of the plain model."""
         load = partial(model.load_state_dict, strict=False)
         self.comparison = EventComparison(
             rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch, load
@@ -209,14 +216,18 @@ class _LoopRun:
 def _plain_failure(failure: Failure) -> AutopartError:
     if failure.refusal is not None:
         return failure.refusal
-    return InputError("the function fails with the plain model", why=failure.text, where=failure.where,
-                      hint="run it in one process first")  # fmt: skip
+    return InputError(
+        "the training function fails with the unpartitioned model", why=failure.text, where=failure.where,
+        hint="run it in one process first",
+    )  # fmt: skip
 
 
-def _together(run: _LoopRun, reports: dict[int, Report], mesh: str, steps: int, local_batch: bool) -> LoopVerification:
-    """Merge the comparisons of all ranks into one result.
+def _merge_ranks(
+    run: _LoopRun, reports: dict[int, Report], mesh: str, steps: int, local_batch: bool
+) -> LoopVerification:
+    """Merge the reports of all ranks into one result.
 
-    If a rank raised an autopart error, the earliest one is raised again, with a note that names its rank and line.
+    If a rank raised an autopart error, raise the earliest one again, with a note that names its rank and line.
     """
     found = {rank: report.value for rank, report in reports.items() if report.failure is None}
     failed = {rank: report.failure for rank, report in reports.items() if report.failure is not None}

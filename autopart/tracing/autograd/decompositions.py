@@ -6,6 +6,7 @@ on values; its decomposition selects the distinct values by a mask.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopart.ops.ctc_loss import ctc_loss
+from autopart.tracing.python.concrete_constants import tensors_in
 
 
 def _embedding_bag(
@@ -265,6 +267,17 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
     return input[torch.tensor(places, dtype=torch.int64, device=input.device).view(len(places), r)]
 
 
+def _tensor(data: Any, **options: Any) -> Tensor:
+    """Make a tensor of a list with 0-d tensors as entries, whose values `torch.tensor` would read."""
+    if not isinstance(data, (list, tuple)) or not any(True for _ in tensors_in(data)):
+        return torch.tensor(data, **options)
+    entries = [entry.detach() if isinstance(entry, Tensor) else _tensor(entry) for entry in data]
+    kinds = [torch.get_default_dtype() if entry.is_floating_point() else entry.dtype for entry in entries]
+    dtype = options.get("dtype") or functools.reduce(torch.promote_types, kinds)
+    made = torch.stack([entry.to(dtype) for entry in entries]).to(options.get("device") or entries[0].device)
+    return made.requires_grad_(options.get("requires_grad", False))
+
+
 TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
@@ -284,5 +297,6 @@ TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
+    torch.tensor: _tensor,
 }
 """{torch function: its decomposition in a trace}."""

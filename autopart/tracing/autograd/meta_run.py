@@ -22,6 +22,8 @@ from autopart.compat.symbolic_shape_internals import all_selected
 from autopart.compat.torch_internals import TorchDispatchMode, exporting, tree_map
 from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 from autopart.tracing.dynamic.branch_source import skipped_code_of
+from autopart.tracing.dynamic.packed_sequences import PackedSequences
+from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, tensors_in, written_by
 from autopart.tracing.python.value_checks import asking_frame, passing_answer
 
@@ -31,25 +33,29 @@ _TENSOR: Any = Tensor
 _DEVICE = _TENSOR.device.__get__
 _IS_META, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cuda.__get__
 
+_SELECTING = frozenset({"nonzero", "argwhere", "unique", "unique_consecutive"})
+"""Functions whose results have sizes that depend on values, which are real if they depend on the inputs alone."""
+
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype."""
 
 
 @contextmanager
-def meta_run(device: torch.device) -> Iterator[None]:
+def meta_run(device: torch.device, known: ConcreteConstants) -> Iterator[None]:
     """Run a model on meta tensors inside a `with` block (see the module's docstring).
 
-    The tensors report `device` as their device.
+    The tensors report `device` as their device. `known`: the tensors whose values Python can read.
     """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), _Placed(device):
+    placed = _Placed(device, known)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), placed:
         yield
 
 
 class _Placed(TorchFunctionMode):
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, known: ConcreteConstants):
         super().__init__()
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.known = ConcreteConstants()
+        self.known, self.packed = known, PackedSequences(known)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -57,24 +63,38 @@ class _Placed(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         tensors = list(tensors_in((args, kwargs)))
         if any(map(_IS_META, tensors)):
-            answer = self.known.answer((func, args, kwargs), tensors)
+            args = with_numbers(func, args, lambda tensor: self.__torch_function__(Tensor.item, (), (tensor,)))
+            answer = self.known.answer((func, args, kwargs), tensors, of_inputs=True)
             if answer is not UNKNOWN:
                 return answer
+            if getattr(func, "__name__", "") in ("numpy", "__array__"):
+                real = self.known.value_of(Tensor.detach, args[0])
+                return func(*args, **kwargs) if real is UNKNOWN else real.numpy()
             passing = passing_answer(func, tensors, sys._getframe(1))
             if passing is not None:
                 return passing
             if func is Tensor.__bool__ and (skipped := skipped_code_of(asking_frame(sys._getframe(1)))) is not None:
                 return skipped.runs_if
-            if func in (Tensor.item, Tensor.__float__):
-                return torch.ones((), dtype=args[0].dtype).item()
+            if func in (Tensor.item, Tensor.__float__, Tensor.__int__):
+                one = torch.ones((), dtype=args[0].dtype).item()
+                return int(one) if func is Tensor.__int__ else one
             if func is Tensor.tolist:
                 zeros = torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
                 return tree_map(lambda zero: _Listed() if type(zero) is int else zero, zeros)
         if func in (torch.masked_select, Tensor.masked_select):  # without a kernel there
             source, mask = torch.broadcast_tensors(*args, *kwargs.values())
-            return source[mask]
-        kwargs = dict(self.known.sized((func, args, kwargs)))
-        self.known.forget(written_by(func, args, kwargs))
+            return self.__torch_function__(Tensor.__getitem__, (), (source, mask))
+        if func is Tensor.__getitem__:
+            args = (args[0], self._indices(args[1]))
+        if (
+            getattr(func, "__name__", "") in _SELECTING
+            and (real := self.known.result((func, args, kwargs))) is not UNKNOWN
+        ):
+            return real
+        if (packed := self.packed.run(func, args, self.known.value_of)) is not UNKNOWN:
+            return packed
+        func, args, kwargs = with_size((func, args, kwargs), self.known.value_of)
+        self.known.write((func, args, kwargs), written_by(func, args, kwargs))
         result = TRACE_DECOMPOSITIONS.get(func, func)(*args, **kwargs)
         self.known.note((func, args, kwargs), tensors, result)
         if func == _DEVICE:
@@ -82,6 +102,15 @@ class _Placed(TorchFunctionMode):
         if func == _IS_META:
             return False
         return self.device.type == "cuda" if func == _IS_CUDA else result
+
+    def _indices(self, index: Any) -> Any:
+        """Return an index in which masks of known values are replaced by the indices that they select."""
+        parts: list[Any] = []
+        for part in index if type(index) is tuple else (index,):
+            is_mask = isinstance(part, Tensor) and _IS_META(part) and part.dtype == torch.bool
+            mask = self.known.value_of(Tensor.detach, part) if is_mask else UNKNOWN
+            parts += [part] if mask is UNKNOWN else mask.nonzero().unbind(1)
+        return tuple(parts) if type(index) is tuple or len(parts) > 1 else parts[0]
 
 
 class _Listed(int):

@@ -56,12 +56,15 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
     before = [user for node in steps - {new} for user in node.users if user in read - steps]
     if elsewhere or before:
         why = (
-            "it reads more than the parameter's own elements, one by one" if elsewhere else "the old value is read too"
+            "the new value of an element depends on more than its old value"
+            if elsewhere
+            else "forward() reads the old value too"
         )
         raise TraceError(
             f"{name} writes to its trained parameter '{parameter}' in its forward", refusal=Refusal.WRITE, why=why,
             where=describe(new),
-            hint="do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read",
+            hint="change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before "
+            "forward() reads it",
         )  # fmt: skip
     change = _part_of(graph, [weight], new)
     new.replace_all_uses_with(weight)

@@ -329,12 +329,12 @@ class _SkippedCode:
 
     def _refused(self, node: fx.Node) -> TraceError:
         return TraceError(
-            "this line skips code depending on tensor values, and the code does more than write to selected elements",
-            refusal=Refusal.DECISION,
-            why=f"{short_name(node)} would change the result if nothing is selected ({source_text(node)})",
+            "this line skips code depending on tensor values, and the skipped code does more than write to "
+            "selected elements", refusal=Refusal.DECISION,
+            why=f"with no selected elements, {short_name(node)} would still change the result ({source_text(node)})",
             where=f"{self.lines.file}:{self.lines.line}",
             hint="torch.where(count > 0, x, 0), or a sum in place of a mean",
-        )
+        )  # fmt: skip
 
 
 def _numbers(runs: fx.Node) -> list[fx.Node]:

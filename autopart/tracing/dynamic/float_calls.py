@@ -1,8 +1,8 @@
-"""`float(tensor)` in a model's code, traced as `tensor.item()`.
+"""`float(tensor)` and `int(tensor)` in a model's code, traced as `tensor.item()`.
 
 Python requires `float()` to return a float, but a trace has only a symbolic scalar. So during a trace, Python modules
 that call `float(tensor)` get a replacement of `float` as a global. It differs from `float` only for traced tensors and
-symbolic scalars.
+symbolic scalars. `int` is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_AS_DTYPE = re.compile(r"dtype\s*=\s*float\b|\b(to|type|astype|view)\(\s*float\s*[,)]")
+_AS_DTYPE = r"dtype\s*=\s*{0}\b|\b(to|type|astype|view)\(\s*{0}\s*[,)]"
 
 
 class _FloatMeta(type):
@@ -38,36 +38,53 @@ class _Float(builtins.float, metaclass=_FloatMeta):
     """Replacement of `float` during a trace."""
 
 
+class _IntMeta(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, (builtins.int, torch.SymInt))
+
+    def __call__(cls, *args: Any) -> Any:
+        number = args[0].item() if args and isinstance(args[0], Tensor) else args[0] if args else 0
+        return torch.sym_int(number) if isinstance(number, (torch.SymInt, torch.SymFloat)) else builtins.int(*args)
+
+
+class _Int(builtins.int, metaclass=_IntMeta):
+    """Replacement of `int` during a trace."""
+
+
+_REPLACEMENTS = {"float": _Float, "int": _Int}
+
+
 class Floats:
-    """Records the Python modules whose functions call `float(tensor)`."""
+    """Records the Python modules whose functions call `float(tensor)` or `int(tensor)`."""
 
     def __init__(self) -> None:
-        self.modules: list[dict[str, Any]] = []
+        self.modules: list[tuple[dict[str, Any], str]] = []
 
-    def may_be_added(self, frame: FrameType) -> bool:
-        """Record the Python module of a frame. Return True if the module can get the replacement of `float`."""
+    def may_be_added(self, frame: FrameType, name: str = "float") -> bool:
+        """Record the Python module of a frame. Return True if `float` or `int` can be replaced in it."""
         names = frame.f_globals
-        if "float" in names or any(names is known for known in self.modules) or "/torch/" in frame.f_code.co_filename:
+        is_added = any(known is names and name == other for known, other in self.modules)
+        if name in names or is_added or "/torch/" in frame.f_code.co_filename:
             return False
         try:
             source = inspect.getsource(sys.modules[names["__name__"]])
         except (OSError, TypeError, KeyError):
             return False
-        if _AS_DTYPE.search(source):  # torch identifies the dtype by Python's own `float`
+        if re.search(_AS_DTYPE.format(name), source):  # torch identifies the dtype by Python's own `float` or `int`
             return False
-        self.modules.append(names)
+        self.modules.append((names, name))
         return True
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Replace `float` in the recorded modules inside a `with` block."""
-        for names in self.modules:
-            names["float"] = _Float
+        """Replace `float` and `int` in the recorded modules inside a `with` block."""
+        for names, name in self.modules:
+            names[name] = _REPLACEMENTS[name]
         try:
             yield
         finally:
-            for names in self.modules:
-                names.pop("float", None)
+            for names, name in self.modules:
+                names.pop(name, None)
 
 
 class ReadsFloat(Exception):

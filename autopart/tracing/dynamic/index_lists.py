@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart.compat.symbolic_shape_internals import expression
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import Refusal
 from autopart.tracing.trace_errors import LostInTrace
@@ -41,13 +42,13 @@ class IndexList:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return self.lost()
 
 
 def as_places(tensor: Tensor) -> IndexList | None:
     """Return a stand-in for `tolist()` of 1-d integers of data-dependent length; None for other tensors."""
-    is_open = tensor.ndim == 1 and not isinstance(tensor.shape[0], int)
+    is_open = tensor.ndim == 1 and not isinstance(expression(tensor.shape[0]), int)
     return IndexList(tensor) if is_open and not tensor.is_floating_point() else None
 
 

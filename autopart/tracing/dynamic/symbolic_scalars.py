@@ -80,6 +80,8 @@ class SymbolicScalars:
         if name in ("aten::add", "aten::sub") and _is_number(node.kwargs.get("alpha")):
             other = added(self.graph, node, aten.mul.Tensor, node.args[1], self.tensor(node.kwargs["alpha"], node))
             return added(self.graph, node, node.target, node.args[0], other)
+        if name == "aten::scalar_tensor":
+            return self._like(self.tensor(node.args[0], node), value(node), node)
         if name == "aten::full" and _is_number(node.args[1]):
             full = self._like(self.tensor(node.args[1], node), value(node), node)
             return added(self.graph, node, aten.expand.default, full, node.args[0])
@@ -174,7 +176,7 @@ class SymbolicScalars:
             raise TraceError(
                 "a data-dependent size is used as a number", refusal=Refusal.SIZE,
                 why=f"autopart has no formula for it: {size}", where=source_text(line),
-                hint="the same number from the mask: mask.sum()",
+                hint="compute the number from the mask: mask.sum()",
             )  # fmt: skip
         first, *others = [self.size(part, line) for part in size.args]
         for other in others:

@@ -40,6 +40,13 @@ _SELECTING = {"aten::where", "aten::nonzero", "aten::nonzero_numpy", "aten::argw
 _NONE, _MEAN = 0, 1
 
 
+def _tensor_of(number: fx.Node) -> fx.Node:
+    """Return a tensor that a number is computed from."""
+    while is_number(number):
+        number = number.all_input_nodes[0]
+    return number
+
+
 def with_bounded_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
     """Replace data-dependent sizes of a graph by their maxima, and data-dependent scalars by tensors.
 
@@ -77,6 +84,13 @@ class _Rewriter:
             if node.op == "call_function" and operator_name(node) not in _CHECKS and not is_number(node):
                 with self.graph.inserting_before(node):
                     self._write(node)
+        output = self.graph.output_node()
+        returned = [isinstance(one, fx.Node) and is_number(one) for one in output.args[0]]
+        facts(output)["numbers"] = frozenset(i for i, is_returned in enumerate(returned) if is_returned)
+        with self.graph.inserting_before(output):
+            output.args = fx.map_arg(
+                output.args, lambda n: self.numbers.tensor(n, _tensor_of(n)) if is_number(n) else n
+            )
         for node in reversed(list(self.graph.nodes)):
             is_unread = is_number(node) and not node.users
             if node.op == "call_function" and (is_unread or operator_name(node) in _CHECKS):

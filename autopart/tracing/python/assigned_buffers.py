@@ -73,11 +73,10 @@ class AssignedBuffers:
             if buffer is None or new is None or new.shape != buffer.shape:
                 was, now = ("None" if b is None else f"of shape {list(b.shape)}" for b in (buffer, new))
                 raise TraceError(
-                    f"{type(module).__name__} gives its buffer '{name}' another shape in its forward",
-                    refusal=Refusal.STATE,
-                    why=f"it was {was}, and is {now}",
-                    hint="a buffer of the largest shape from the start, written in part",
-                )
+                    f"{type(module).__name__} changes the shape of its buffer '{name}' in its forward",
+                    refusal=Refusal.STATE, why=f"it was {was}, and is {now}",
+                    hint="create the buffer with its largest shape, and write parts of it",
+                )  # fmt: skip
             with torch.no_grad():
                 buffer.copy_(new)
 
@@ -111,11 +110,10 @@ def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again
     if computed(again_filled(buffers, again)) != computed(program):
         names = ", ".join(f"'{name}'" for _, name in list(buffers.caches)[:3])
         raise TraceError(
-            f"{type(model).__name__} computes something else in every call",
-            refusal=Refusal.STATE,
+            f"the traced call of {type(model).__name__} differs from later calls", refusal=Refusal.STATE,
             why=f"forward() fills the buffer {names} and branches on whether it is None",
-            hint="a call of the model before it is parallelized, so that it is filled",
-        )
+            hint="call the model once before parallelize(), so that the buffer is filled",
+        )  # fmt: skip
 
 
 def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:

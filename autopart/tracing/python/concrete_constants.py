@@ -11,28 +11,35 @@ writes to such a tensor is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopart.compat.torch_internals import has_values, outside_of_tracing, tree_flatten, tree_map
+from autopart.compat.symbolic_shape_internals import evaluated, expression
+from autopart.compat.torch_internals import has_values, outside_of_tracing, tree_flatten
+from autopart.ir.run.value_guards import InputTensor, Metadata, ValueCall, ValueProgram
 
 _MAKERS = frozenset(
     {"arange", "eye", "full", "linspace", "logspace", "ones", "zeros", "tensor", "as_tensor", "scalar_tensor"}
     | {"tril_indices", "triu_indices", "hann_window", "hamming_window", "blackman_window", "kaiser_window"}
 )
-_ANSWERS = frozenset(
-    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"} | {"_total"}
+READING = frozenset(
+    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
+    | {"is_nonzero"}
 )
+"""Functions that return tensor values to Python."""
 _SHAPED_LIKE = {name: (0, "input") for name in ("ones_like", "zeros_like", "full_like")}
 _TYPED_LIKE = {name: (0, "self") for name in ("new_tensor", "new_zeros", "new_ones", "new_full")} | {
     name: (1, "other") for name in ("to", "type_as")
 }
 """Functions that read the form of one argument alone, and which that is: its shape, dtype and device, or but the latter
 two."""
+_SELECTING = frozenset({"__getitem__", "masked_select", "index_select", "repeat_interleave"})
+"""Functions that select elements of their first argument."""
 UNKNOWN = object()
 
 
@@ -40,44 +47,51 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 """A call: the function, its arguments, and its keyword arguments."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Made:
-    """A constant tensor: result number `place` of a recorded call.
-
-    Constant tensors among the call's arguments are replaced by their own `_Made` objects.
-    """
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    place: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Metadata:
-    """Shape and dtype of a tensor. It replaces an argument of a recorded call whose values are not needed."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+class _NotRecorded(Exception):
+    """Raised for a call with an argument whose value is unknown."""
 
 
 class ConcreteConstants:
-    """The constant tensors of a trace, each with the recorded calls that recompute it.
+    """The constant tensors of a trace, and the tensors that are computed from its inputs alone.
 
-    `of_model`: parameters, buffers and inputs, whose values can differ in the next call. `read`: the constants whose
-    values Python has read.
+    For each tensor, the recorded calls that recompute it. `of_model`: parameters, buffers and inputs, whose values can
+    differ in the next call. `read`: the constants whose values Python has read.
     """
 
     def __init__(self, of_model: Iterable[Tensor] = ()) -> None:
         self._made = WeakIdKeyDictionary()
         self._changing = {memory_of(tensor) for tensor in of_model} | {None}
         self.read: list[Tensor] = []
-        self._held: list[tuple[Tensor, _Metadata]] = []
+        self._held: list[tuple[Tensor, Metadata]] = []
+        self.inputs: list[Tensor] = []
+        """Real tensors of the inputs."""
+        self.lacks_values = False
+        """True if Python has read a value of an input on meta."""
+        self.symbols: dict[Any, ValueCall] = {}
+        """{torch's symbol of a number or size: the recorded call that computes it}."""
 
-    def _is_known(self, tensor: Tensor) -> bool:
+    def bind(self, tensors: Sequence[Tensor], real: Sequence[Tensor]) -> None:
+        """Record the inputs of a trace, and the real tensors that they represent."""
+        self.inputs = list(real)
+        self.symbols.clear()
+        for place, (tensor, value) in enumerate(zip(tensors, real, strict=True)):
+            if value.layout is torch.strided:
+                self._made[tensor] = InputTensor(place)
+
+    def bind_numbers(self, numbers: Sequence[Any]) -> None:
+        """Record the Python numbers that are inputs of the trace: the last inputs that `bind` got."""
+        for place, number in enumerate(numbers, len(self.inputs) - len(numbers)):
+            record = ValueCall(Tensor.item, (InputTensor(place),), {}, None, of_inputs=True)
+            self.symbols[expression(number)] = record
+
+    def is_recorded(self, tensor: Tensor) -> bool:
+        """Return True for a tensor that is computed from constants and inputs alone."""
         if tensor not in self._made and self._is_constant(tensor):
             self._made[tensor] = tensor
         return tensor in self._made
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return self.is_recorded(tensor) and not _is_of_inputs(self._made[tensor])
 
     def _is_constant(self, tensor: Tensor) -> bool:
         is_real = type(tensor) is Tensor and has_values(tensor) and not tensor.requires_grad
@@ -90,18 +104,75 @@ class ConcreteConstants:
         if name in _SHAPED_LIKE or name in _TYPED_LIKE:
             args, kwargs = _without_model(name, args, kwargs)
             inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-            is_made = all(map(self._is_known, inputs))
+            is_made = all(map(self.is_recorded, inputs))
         else:
-            is_made = all(map(self._is_known, inputs)) if inputs else name in _MAKERS
+            is_made = all(map(self.is_recorded, inputs)) if inputs else name in _MAKERS
         if not is_made:
             return
-        args, kwargs = tree_map(self._recipe, (args, kwargs))
-        for place, leaf in enumerate(tree_flatten(output)[0]):
-            if isinstance(leaf, Tensor) and not any(leaf is t for t in inputs):
-                self._made[leaf] = _Made(func, args, kwargs, place)
+        leaves = [(place, leaf) for place, leaf in enumerate(tree_flatten(output)[0]) if isinstance(leaf, Tensor)]
+        made = [(place, leaf) for place, leaf in leaves if not any(leaf is tensor for tensor in inputs)]
+        if made and (recorded := self.recorded((func, args, kwargs))) is not None:
+            for place, leaf in made:
+                self._made[leaf] = replace(recorded, place=place)
 
-    def _recipe(self, leaf: Any) -> Any:
-        return self._made[leaf] if isinstance(leaf, Tensor) else leaf
+    def recorded(self, call: Call) -> ValueCall | None:
+        """Return the record of a call; None if it reads a tensor or number whose values are unknown."""
+        func, args, kwargs = call
+        try:
+            args, kwargs = self._record(args), {name: self._record(value) for name, value in kwargs.items()}
+        except _NotRecorded:
+            return None
+        made = ValueCall(func, args, kwargs, None)
+        return replace(made, of_inputs=any(map(_is_of_inputs, made.sources)))
+
+    def _record(self, value: Any) -> Any:
+        """Replace the tensors and symbolic numbers in an argument by records of how they are computed."""
+        if isinstance(value, Tensor):
+            if not self.is_recorded(value):
+                raise _NotRecorded
+            return self._made[value]
+        if isinstance(value, (list, tuple)):
+            parts = [self._record(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, slice):
+            return slice(*map(self._record, (value.start, value.stop, value.step)))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._number(expression(value))
+        return value
+
+    def size(self, call: Call, output: Tensor, dim: int) -> ValueCall | None:
+        """Return the record of a size of a call's result; None if it depends on unknown values.
+
+        The size of a selection does not depend on the values of its first argument.
+        """
+        func, args, kwargs = call
+        selected = self._made.get(output)
+        if selected is None and getattr(func, "__name__", "") in _SELECTING and args and isinstance(args[0], Tensor):
+            shape = tuple(map(expression, args[0].shape))
+            if all(isinstance(size, int) for size in shape):
+                rest = self.recorded((func, args[1:], kwargs))
+                form = Metadata(shape, args[0].dtype)
+                selected = rest and replace(rest, args=(form, *rest.args), place=0)
+        if not isinstance(selected, ValueCall):
+            return None
+        return ValueCall(Tensor.size, (selected, dim), {}, None, selected.of_inputs)
+
+    def formula(self, formula: Any) -> ValueCall | None:
+        """Return the record of a formula of torch's symbols; None if a symbol is unknown."""
+        try:
+            recorded = self._number(formula)
+        except _NotRecorded:
+            return None
+        return recorded if isinstance(recorded, ValueCall) else None
+
+    def _number(self, formula: Any) -> Any:
+        symbols = list(getattr(formula, "free_symbols", ()))
+        if not symbols:
+            return evaluated(formula, ())
+        if any(symbol not in self.symbols for symbol in symbols):
+            raise _NotRecorded
+        calls = [self.symbols[symbol] for symbol in symbols]
+        return ValueCall(partial(_evaluated, formula, symbols), tuple(calls), {}, None, any(c.of_inputs for c in calls))
 
     def forget(self, written: Sequence[Tensor]) -> None:
         """Record that tensors are written in place: constants that share their memory are no longer constant.
@@ -112,52 +183,78 @@ class ConcreteConstants:
         self._changing |= memory
         self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
+    def write(self, call: Call, written: Sequence[Tensor]) -> None:
+        """Record a call that writes in place: the recorded tensors that share memory get their new values.
+
+        They are forgotten if the written values are unknown, or if the memory is not of the trace.
+        """
+        if not written:
+            return
+        recorded = self.recorded(call)
+        if len(written) != 1 or recorded is None or not self._writes(recorded, written[0]):
+            self.forget(written)
+
+    def _writes(self, recorded: ValueCall, written: Tensor) -> bool:
+        memory = memory_of(written)
+        shared = [] if memory is None else [tensor for tensor in self._made if memory_of(tensor) == memory]
+        before = {id(self._made[tensor]) for tensor in shared}
+        views = views_of(self._made[written])
+        root = next(view for view in reversed(views) if id(view) in before)
+        if not isinstance(root, ValueCall):
+            return False
+        new = ValueCall(torch.clone, (root,), {}, 0, root.of_inputs)
+        write = replace(recorded, args=(moved_view(self._made[written], root, new), *recorded.args[1:]))
+        new = ValueCall(_first, (new, write), {}, 0, recorded.of_inputs or root.of_inputs)
+        for tensor in shared:
+            moved = moved_view(self._made.pop(tensor), root, new)
+            if moved is not None:
+                self._made[tensor] = moved
+        return True
+
     def drop(self, tensors: Sequence[Tensor]) -> None:
         """Forget the recorded calls of these tensors."""
         for tensor in tensors:
             self._made.pop(tensor, None)
 
-    def sized(self, call: Call) -> Mapping[str, Any]:
-        """Return a call's keyword arguments.
+    def answer(self, call: Call, inputs: Sequence[Tensor], of_inputs: bool = False) -> Any:
+        """Return the result of a call such as `item()` if its tensors `inputs` are constant; else UNKNOWN.
 
-        For `repeat_interleave`, adds the output size if it can be computed.
+        Args:
+            of_inputs: also return results that depend on the inputs of the traced call.
         """
-        func, args, kwargs = call
-        if getattr(func, "__name__", "") != "repeat_interleave" or kwargs.get("output_size") is not None:
-            return kwargs
-        operands = [*args[:2], *(kwargs[name] for name in ("input", "repeats") if name in kwargs)]
-        source, counts = operands[0], operands[-1]
-        is_known = isinstance(counts, Tensor) and self._is_known(counts)
-        total: Any = self._computed(lambda real: int(real.sum()), (counts,), {}) if is_known else UNKNOWN
-        if total is UNKNOWN:
-            return kwargs
-        if source is not counts and counts.numel() == 1:  # one count for all
-            dim = args[2] if len(args) > 2 else kwargs.get("dim")
-            total *= source.numel() if dim is None else source.shape[dim]
-        return {**kwargs, "output_size": total}
-
-    def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
-        """Return the result of a call such as `item()` if its tensors `inputs` are constant; else UNKNOWN."""
-        func, args, kwargs = call
-        asks = getattr(func, "__name__", "") in _ANSWERS
-        if not asks or not inputs or not all(map(self._is_known, inputs)):
+        asks = getattr(call[0], "__name__", "") in READING
+        if not asks or not inputs or not all(map(self.is_recorded if of_inputs else self._is_known, inputs)):
             return UNKNOWN
-        return self._computed(func, args, kwargs)
+        return self.result(call)
 
-    def _computed(self, func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        recipe = tree_map(self._recipe, (args, kwargs))
-        if self._forms_of(recipe) & {id(form) for _, form in self._held}:
-            return UNKNOWN
-        return self._without_draws(lambda real: func(*real[0], **real[1]), recipe)
+    def result(self, call: Call) -> Any:
+        """Return the result of a call, computed from the real inputs; UNKNOWN if the values are unknown."""
+        recorded = self.recorded(call)
+        return UNKNOWN if recorded is None else self.value(recorded)
 
-    def _without_draws(self, compute: Callable[[Any], Any], recipe: Any) -> Any:
-        """Compute a constant from its recorded calls, and return `compute` of it.
+    def value_of(self, func: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Return `func(tensor)`, computed from the real inputs; UNKNOWN if the values are unknown."""
+        return self.result((func, (tensor,), {}))
 
-        Returns UNKNOWN if one of the calls draws random numbers.
+    def value(self, recorded: Any) -> Any:
+        """Compute a recorded value.
+
+        Returns UNKNOWN if it depends on buffers or on inputs on meta, or if its calls draw random numbers.
         """
+        program = ValueProgram([recorded])
+        if _forms_of(program) & {id(form) for _, form in self._held}:
+            return UNKNOWN
+        if not all(has_values(self.inputs[place]) for place in program.inputs):
+            self.lacks_values = True
+            return UNKNOWN
+        return self._without_draws(program)
+
+    def _without_draws(self, program: ValueProgram) -> Any:
+        """Return the result of a program; UNKNOWN if one of its calls draws random numbers."""
+        self.read += [leaf for leaf in program.recorded if isinstance(leaf, Tensor)]
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
-            result = compute(self._real(recipe, {}))
+            (result,) = program.run(self.inputs)
             is_random = not torch.equal(drawn, torch.get_rng_state())
         if not is_random:
             return result
@@ -166,53 +263,64 @@ class ConcreteConstants:
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
         """Record buffers as constant in every call until they are written. Their values stay unknown."""
-        self._held = [(buffer, _Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
+        self._held = [(buffer, Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
         for buffer, form in self._held:
             self._made[buffer] = form
+
+    def reads_buffers(self, tensor: Tensor) -> bool:
+        """Return True for a tensor that is computed from buffers, inputs and constants, at least one a buffer."""
+        if not self.is_recorded(tensor):
+            return False
+        return bool(_forms_of(ValueProgram([self._made[tensor]])) & {id(form) for _, form in self._held})
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Return True if a tensor has equal values in every call."""
         if not self._is_known(tensor):
             return False
-        recipe = self._made[tensor]
-        if self._forms_of(recipe) & {id(form) for held, form in self._held if self._made.get(held) is not form}:
+        program = ValueProgram([self._made[tensor]])
+        if _forms_of(program) & {id(form) for held, form in self._held if self._made.get(held) is not form}:
             return False
         try:
-            return self._without_draws(lambda real: True, recipe) is True
+            return self._without_draws(program) is not UNKNOWN
         except (RuntimeError, ValueError, IndexError):  # held tensors are assumed to be zeros, which may not fit
             return False
 
-    def _forms_of(self, recipe: Any) -> set[int]:
-        """Return the ids of all `_Metadata` objects among the arguments of these recorded calls."""
-        forms, seen, todo = set[int](), set[int](), [recipe]
-        while todo:
-            leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]
-            seen |= {id(leaf) for leaf in leaves if isinstance(leaf, _Made)}
-            forms |= {id(leaf) for leaf in leaves if isinstance(leaf, _Metadata)}
-            todo += [(leaf.args, leaf.kwargs) for leaf in leaves if isinstance(leaf, _Made)]
-        return forms
 
-    def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
-        """Replay recorded calls on the CPU. Return the arguments of a call with real tensors."""
+def views_of(recorded: Any) -> list[Any]:
+    """Return a record and the records of the tensors that it can be a view of, which are first arguments."""
+    views = [recorded]
+    while isinstance(views[-1], ValueCall) and views[-1].args:
+        views.append(views[-1].args[0])
+    return views
 
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device):
-                return torch.device("cpu")
-            if isinstance(leaf, _Metadata):
-                return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
-            if isinstance(leaf, Tensor):
-                self.read.append(leaf)
-                return leaf.cpu()
-            if not isinstance(leaf, _Made):
-                return leaf
-            if id(leaf) not in done:
-                args, kwargs = self._real((leaf.args, leaf.kwargs), done)
-                if "device" in kwargs:
-                    kwargs = {**kwargs, "device": "cpu"}
-                done[id(leaf)] = tree_flatten(leaf.func(*args, **kwargs))[0][leaf.place]
-            return done[id(leaf)]
 
-        return tree_map(one, value)
+def moved_view(view: Any, root: Any, new: Any) -> Any:
+    """Return the record of a view of `root`, changed to a view of `new`; None if it is no view of `root`."""
+    views = views_of(view)
+    if not any(one is root for one in views):
+        return None
+    moved = new
+    for one in reversed(views[: next(i for i, one in enumerate(views) if one is root)]):
+        of_inputs = one.of_inputs or _is_of_inputs(moved)
+        moved = replace(one, args=(moved, *one.args[1:]), of_inputs=of_inputs)
+    return moved
+
+
+def _first(tensor: Tensor, _: Any) -> Tensor:
+    return tensor
+
+
+def _forms_of(program: ValueProgram) -> set[int]:
+    """Return the ids of all `Metadata` objects that these recorded calls read."""
+    return {id(leaf) for leaf in program.recorded if isinstance(leaf, Metadata)}
+
+
+def _is_of_inputs(recorded: Any) -> bool:
+    return isinstance(recorded, InputTensor) or (isinstance(recorded, ValueCall) and recorded.of_inputs)
+
+
+def _evaluated(formula: Any, symbols: Sequence[Any], *numbers: Any) -> Any:
+    return evaluated(formula, zip(symbols, numbers, strict=True))
 
 
 def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
@@ -224,10 +332,10 @@ def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[t
     like = args[place] if place < len(args) else kwargs.get(keyword)
     if not isinstance(like, Tensor):
         return args, kwargs
-    shape = tuple(like.shape) if name in _SHAPED_LIKE else ()
+    shape = tuple(map(expression, like.shape)) if name in _SHAPED_LIKE else ()
     if not all(isinstance(size, int) for size in shape):
         return args, kwargs
-    form = _Metadata(shape, like.dtype)
+    form = Metadata(shape, like.dtype)
     if place < len(args):
         return (*args[:place], form, *args[place + 1 :]), kwargs
     return args, {**kwargs, keyword: form}

@@ -44,7 +44,10 @@ from autopart.tracing.autograd.tensor_hooks import Rewrites, TracedHookHandle, h
 from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
 from autopart.tracing.dynamic.index_lists import as_places, indexed
+from autopart.tracing.dynamic.input_decisions import InputDecisions
+from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
+from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.value_checks import asking_frame, check_text, passing_answer
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace
@@ -95,6 +98,8 @@ class EagerSemantics(TorchFunctionMode):
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`
         self.known = ConcreteConstants(tensors)
+        self.decisions = InputDecisions(self.known, self._check_may_rewrite)
+        self.packed = PackedSequences(self.known)
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
         self.passed: dict[str, None] = {}  # texts of value checks, for notes
@@ -116,7 +121,9 @@ class EagerSemantics(TorchFunctionMode):
         self.skipped.go_on()
         if func in _OF_METADATA:
             return func(*args, **kwargs)
-        args = indexed(func, args)
+        args = with_numbers(func, indexed(func, args), self._item)
+        if func is Tensor.__setitem__:
+            args = args[0], with_positions(args[1]), args[2]
         tensors = list(tensors_in((args, kwargs)))
         self.check_unspent(tensors)
         check_criterion(func, tensors)
@@ -135,19 +142,36 @@ class EagerSemantics(TorchFunctionMode):
         if passing is not None:
             self.passed[check_text(frame, NOT_THE_USERS)] = None
             return passing
+        if (value := self.decisions.answer((func, args, kwargs), tensors, frame)) is not UNKNOWN:
+            return value
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
         if func is Tensor.__float__ and self.floats.may_be_added(sys._getframe(1)):
             raise ReadsFloat
+        reads_pointer = func is Tensor.__int__ and self.known.reads_buffers(args[0])
+        if reads_pointer and self.floats.may_be_added(sys._getframe(1), "int"):
+            raise ReadsFloat
         if func is Tensor.__iter__ and args[0].ndim:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
-        kwargs = dict(self.known.sized((func, args, kwargs)))
-        output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, kwargs)
+        read = partial(self.decisions.read, frame)
+        if (output := self.packed.run(func, args, read)) is not UNKNOWN:
+            return output
+        func, args, kwargs = with_size((func, args, kwargs), read)
+        output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, dict(kwargs))
         self.known.note((func, args, kwargs), tensors, output)
+        output = self.decisions.note((func, args, kwargs), output, frame)
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
+
+    def to_list(self, tensor: Tensor) -> Any:
+        """Return the result of `tensor.tolist()`; None if the trace makes a list of symbols."""
+        value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
+        return as_places(tensor) if value is UNKNOWN else value
+
+    def _item(self, tensor: Tensor) -> Any:
+        return self.__torch_function__(Tensor.item, (), (tensor,)) if self.known.is_recorded(tensor) else tensor
 
     def spend(self, tensor: Tensor) -> bool:
         """Record that an autograd.Function overwrote a tensor, so that later reads of it are refused.
@@ -202,8 +226,7 @@ class EagerSemantics(TorchFunctionMode):
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
         written = written_by(func, args, kwargs)
-        if written:
-            self.known.forget(written)
+        self.known.write((func, args, kwargs), written)
         self.differentiates |= func is torch.autograd.grad
         if self.hooked and (self.differentiates or self.hooked & {memory_of(t) for t in written}):
             did = "the forward differentiates inside" if self.differentiates else f"{func.__name__} writes to it"
@@ -233,8 +256,7 @@ class EagerSemantics(TorchFunctionMode):
         answer = self.chances.answer(condition)
         if answer is None:
             return self.skipped.answer(asking_frame(frame), lambda: condition)
-        if not self.may_rewrite:
-            raise Rewrites
+        self._check_may_rewrite()
         self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
         return answer
 
@@ -243,16 +265,18 @@ class EagerSemantics(TorchFunctionMode):
         node = tracing.node_of(number) if tracing is not None and number.is_floating_point() else None
         return node is not None and depends_only_on_random(node)
 
-    def condition(self, *arguments: Any) -> Any:
-        """Trace both branches of a `torch.cond` call and return the selected result."""
+    def _check_may_rewrite(self) -> None:
         if not self.may_rewrite:
             raise Rewrites
+
+    def condition(self, *arguments: Any) -> Any:
+        """Trace both branches of a `torch.cond` call and return the selected result."""
+        self._check_may_rewrite()
         self.both = True
         return both_branches(*arguments)
 
     def _hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> TracedHookHandle:
-        if not self.may_rewrite:
-            raise Rewrites
+        self._check_may_rewrite()
         note = hook_gradient(tensor, hook, self.hooks)
         if note:
             self.hook_notes[note] = None
@@ -278,11 +302,14 @@ def _detached(leaf: Any, written: list[Tensor]) -> Any:
 
 
 @contextmanager
-def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -> Iterator[None]:
+def traceable(
+    model: nn.Module, apply: Callable[..., Any] = apply_as_operator, to_list: Callable[[Tensor], Any] = as_places
+) -> Iterator[None]:
     """Replace modules and functions that torch.export cannot trace, inside a `with` block.
 
     A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A user's autograd.Function
-    becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). A cast of a module to the
+    becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). `to_list` replaces
+    `tensor.tolist()`. A cast of a module to the
     dtype that it already has becomes a no-op.
     """
     exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
@@ -298,7 +325,7 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
             exchanged[module, "forward"] = partial(BatchNorm.forward, module)
     to = nn.Module.to
     exchanged[nn.Module, "to"] = lambda module, *args, **kwargs: _to(to, module, *args, **kwargs)
-    with attributes(exchanged), redirected_functions(apply), other_lists(as_places):
+    with attributes(exchanged), redirected_functions(apply), other_lists(to_list):
         yield
 
 

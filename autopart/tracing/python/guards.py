@@ -66,14 +66,19 @@ class Guards:
         device: device of the program, or None. Constant tensors on this device are not guarded, because the program
             reads the user's tensor itself. From other devices it reads a copy. None: the program casts and copies every
             tensor.
+        updated: attributes of modules that every call changes. Other attributes that the code changes are not guarded.
     """
 
     def __init__(
         self, reads: RecordedReads, model: nn.Module, others: Iterable[Any], inputs: Iterable[NumberSlot] = (),
-        device: torch.device | None = None,
+        device: torch.device | None = None, updated: Iterable[str] = (),
     ):  # fmt: skip
         self._reads, self._device = reads, device
         self._inputs = {slot.identity for slot in inputs}
+        modules = dict(users_modules(model))
+        self._updated = {
+            (id(vars(modules[path])), name) for path, _, name in (name.rpartition(".") for name in updated)
+        }
         self.unstable: list[str] = []
         """Paths of values that the user's code changes in one call and reads in the next call."""
         self._containers: list[_Entries] = []
@@ -158,8 +163,8 @@ class Guards:
         others = [n for p in parents if p is not None for n, t in p.named_parameters() if id(t) not in self._parameters]
         if others:
             raise UsageError(
-                f"the model has another layer: its parameter '{others[0]}' was not there when the model was traced",
-                why="the partitioned model trains the parameters that the model had when it was traced",
+                f"the model has a new layer: its parameter '{others[0]}' did not exist when the model was traced",
+                why="the partitioned model trains only the parameters of the traced model",
                 hint="change layers before parallelize()",
             )
         return True
@@ -247,7 +252,7 @@ class Guards:
             return
         if id(value) in self._of_model:
             return
-        if (identity_of(holder), name) in self._reads.changed:
+        if (identity_of(holder), name) in self._reads.changed and (id(mapping), name) not in self._updated:
             is_left = self._reads.is_left_changed(holder, name, value)
             if is_left and not isinstance(holder, nn.Module):  # `PythonState` checks attributes of modules
                 self.unstable.append(f"{path}{name}")
@@ -434,7 +439,8 @@ def check_unstable(model: nn.Module, paths: list[str], first: Trace, second: Tra
     """
     if str(first.graph) != str(second.graph):
         raise TraceError(
-            f"{type(users_model(model)).__name__} computes something else in every call", refusal=Refusal.STATE,
+            f"{type(users_model(model)).__name__} computes something different in every call", refusal=Refusal.STATE,
             why=f"it changes {', '.join(sorted(paths)[:3])} and branches on it",
-            hint="change it in the training loop: autopart follows it; or a tensor in a buffer (register_buffer)",
+            hint="change it in the training loop, which starts a new trace; or keep it as a tensor in a buffer "
+            "(register_buffer)",
         )  # fmt: skip

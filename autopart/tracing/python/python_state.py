@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from autopart.compat.symbolic_shape_internals import expression
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import operator_name
 from autopart.tracing.python.concrete_constants import ConcreteConstants, tensors_in
 from autopart.tracing.python.hidden_tensors import HiddenTensors
+from autopart.tracing.python.layer_settings import is_plain
 from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
@@ -27,6 +29,7 @@ _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 _CONTAINERS = (list, dict, set, OrderedDict)
 """OrderedDict: a module's hooks, which a forward may add to itself."""
 _CASTS = "aten::to", "aten::_to_copy", "aten::type_as"
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
 """Words that, filled into the state of a Mersenne Twister, make its next 312 draws from [0, 1) all 6e-8, or 1 - 1e-16:
 whatever a forward decides by `random() < p`, it decides otherwise."""
@@ -89,6 +92,17 @@ class PythonState:
                 if not _same(now, value):
                     self.changed[f"{name}.{key}".lstrip(".")] = (value, now)
                 attributes[key] = value
+
+    def pop_symbolic(self, known: ConcreteConstants) -> dict[str, Any]:
+        """Remove the changed attributes that are functions of number inputs, and return how they are computed."""
+        symbolic = {
+            name: known.formula(expression(after)) for name, (before, after) in self.changed.items()
+            if isinstance(before, _SYMBOLIC) and isinstance(after, _SYMBOLIC)
+        }  # fmt: skip
+        found = {name: recorded for name, recorded in symbolic.items() if recorded is not None}
+        for name in found:
+            del self.changed[name]
+        return found
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -256,12 +270,13 @@ def _zeros(leaf: Any) -> Any:
 def check_attributes(
     model: nn.Module, state: PythonState, program: Any, known: ConcreteConstants, again: Callable[[], Any],
     computed: Callable[[Any], Any] | None = None,
-) -> tuple[str, ...]:  # fmt: skip
-    """Raise TraceError if a forward reads an attribute that it also changes: the next call would differ.
+) -> tuple[tuple[str, ...], Mapping[str, Any]]:  # fmt: skip
+    """Raise TraceError if a forward reads a tensor attribute that it changes for its next call.
 
     A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. For
     numbers, and for tensors in attributes that had no tensor before, `again` traces the call again. The second trace
-    starts with the values that the first forward stored, and both graphs must be equal. Returns notes for the user.
+    starts with the values that the first forward stored. Both graphs must be equal, except if only numbers and flags of
+    modules have changed. Returns notes for the user, and {attribute: new value} of these numbers and flags.
 
     Args:
         computed: returns the part of a graph that must be equal; by default the entire graph.
@@ -287,19 +302,35 @@ def check_attributes(
         if not _holds_tensors(before) and any(not known.is_fixed(tensor) for tensor in tensors_in(after))
     }  # fmt: skip
     left = [one for one in state.caches.left if any(not known.is_fixed(tensor) for tensor in tensors_in(one.value))]
+    are_plain = _are_plain(numbers, model)
+    notes = []
     if numbers or first_tensors or left:
         state.start = {**numbers, **first_tensors}
         state.caches.start = [one._replace(value=tree_map(_zeros, one.value)) for one in left]
-        if not _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left)):
+        is_same = _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left))
+        if not is_same and not (are_plain and not first_tensors and not left):
             shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
             shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]
             raise TraceError(
-                f"{name} computes something else in every call",
-                refusal=Refusal.STATE,
-                why=f"forward() leaves {', '.join(shown[:3])}, and the next call reads it",
-                hint="a tensor in a buffer (register_buffer), changed by tensor operations",
-            )
-    if not changed:
-        return ()
-    written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
-    return (f"forward() also sets {written}: this happens only while the model is traced",)
+                f"{name} computes something different in every call", refusal=Refusal.STATE,
+                why=f"forward() stores {', '.join(shown[:3])}, and the next call reads it",
+                hint="keep it as a tensor in a buffer (register_buffer), changed by tensor operations",
+            )  # fmt: skip
+        if not is_same:
+            notes.append(f"{SETS} {', '.join(numbers)}, which the next call reads: each value is traced")
+    updates = numbers if are_plain else {}
+    others = [attribute for attribute in changed if attribute not in updates]
+    if others:
+        written = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
+        notes.append(f"forward() also sets {written}: this happens only while the model is traced")
+    return tuple(notes), updates
+
+
+SETS = "forward() changes"
+"""First words of the note on a model whose next call depends on numbers that this call changes."""
+
+
+def _are_plain(numbers: Mapping[str, Any], model: nn.Module) -> bool:
+    """Return True if all changed attributes are numbers, flags or strings of modules of the model."""
+    paths = {path for path, _ in model.named_modules()}
+    return all(is_plain(value) and name.rpartition(".")[0] in paths for name, value in numbers.items())

@@ -46,10 +46,10 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
     ranks, products = mesh.size(axis), [node for node in matrix_products(trace) if facts(node)["pattern"].lookup]
     if not products and not _looped_expert_products(trace):
         raise LayoutError(
-            f"{axis}={ranks} has nothing to cut",
+            f"{axis}={ranks} has nothing to shard",
             why="the model has no experts: all tokens go through all of its matrix products",
             hint=f"leave {axis} out of the mesh; dp shards any batch",
-        )  # fmt: skip
+        )
     whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # input 1: the weights
     if whole:
         counts = expert_counts(trace.graph)
@@ -57,15 +57,14 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
         if ranks in fits:
             raise LayoutError(
                 f"{axis}={ranks} cannot shard the experts of the model",
-                why="their number divides, but this product uses a weight computed from other weights (such as "
-                "LoRA on the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
-                hint=f"leave {axis} out of the mesh, or leave the weights of the experts as they are",
+                why="their number is divisible, but this product uses a weight computed from other weights (such "
+                "as LoRA on the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
+                hint=f"leave {axis} out of the mesh, or use the expert weights without such a computation",
             )  # fmt: skip
         raise LayoutError(
             f"{axis}={ranks} does not divide the experts of the model",
-            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal shards need two per rank "
-            "on average, and one on the last rank",
-            where=describe(whole[0]),
+            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))} experts; unequal shards need at least "
+            "two experts per rank on average, and one on the last rank", where=describe(whole[0]),
             hint=f"{axis}={', '.join(map(str, fits))}" if fits else f"leave {axis} out of the mesh",
         )  # fmt: skip
 
@@ -118,7 +117,7 @@ def check_axes_divide(
         kinds = list(dict.fromkeys(display_name(n) for n in products))
         raise LayoutError(
             f"{axis}={ranks} divides no matrix product of the model",
-            why=f"the sizes would divide, but every rank runs {' and '.join(kinds)} in full",
+            why=f"their sizes are divisible, but every rank runs {' and '.join(kinds)} in full",
             where=describe(products[0]), hint=f"{leave_out}; dp works for any model",
         )  # fmt: skip
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]

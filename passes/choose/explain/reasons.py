@@ -153,7 +153,7 @@ class Reasons:
                 raise OptionError(f"cannot compute the cost of {pin}", why=why)
         if len(asked.layouts) > 1:
             raise OptionError(
-                f"cannot compute the cost of {name} on two axes at once", hint="ask for one, then for the other"
+                f"cannot compute the cost of {name} on two axes at once", hint="ask for the cost on one axis at a time"
             )
         axis = asked.layouts[0].axis
         if axis == data_axis:
@@ -275,7 +275,7 @@ class Reasons:
         matching = exact or [n for n in nodes if any(fnmatchcase(path, name) for path in parents(name_of(n)))]
         if not matching:
             names = [*map(name_of, nodes), *(node.name for node in self._conversions())]
-            raise OptionError(f"the plan has nothing called '{name}'", hint=near_names(name, names))
+            raise OptionError(f"the plan has nothing with the name '{name}'", hint=near_names(name, names))
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
@@ -346,7 +346,7 @@ def _terms(price: ShardingCost) -> list[tuple[float, str]]:
     """
     seconds = (
         (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
-        (price.gradient_sync_s, "gradient sums"),
+        (price.gradient_sync_s, "gradient reduction"),
     )  # fmt: skip
     least = 1e-6 * max((abs(s) for s, _ in seconds), default=0.0)
     shares = ((price.work, "of the matrix work"), (price.weights, "of the weights"))

@@ -47,15 +47,15 @@ def check_context_axis(
     longest = max(lengths_of(trace, named).values(), default=longest)
     if longest == 1:
         raise LayoutError(
-            f"{axis}={ranks} has nothing to cut", why="no matrix product of the model has a sequence dim: its "
-            f"inputs are {inputs}",
+            f"{axis}={ranks} has nothing to shard",
+            why=f"no matrix product of the model has a sequence dim: its inputs are {inputs}",
             hint=f"leave {axis} out of the mesh; dp shards any batch",
-        )  # fmt: skip
+        )
     if can_shard_sequence(longest, ranks):
         if any(strategy.is_sharded for strategy in chosen.values()):
             return
         raise LayoutError(
-            f"{axis}={ranks} cuts nothing of the model", why="its operators need the full sequence at once",
+            f"{axis}={ranks} shards nothing of the model", why="its operators need the full sequence at once",
             where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
     fits = max(n for n in range(1, ranks) if can_shard_sequence(longest, n))

@@ -236,4 +236,4 @@ def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
             chosen = _row_strategies(trace, ranks * microbatches)
             if microbatches == 1 or first_batch_mixing(trace.graph, chosen) is None:
                 return BatchSplit(microbatches, chosen, ranks < mesh.data_parallel_size)
-    raise AssertionError("one microbatch can always be run")
+    raise AssertionError("unreachable: a step of one microbatch is always possible")

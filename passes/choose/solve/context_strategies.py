@@ -43,7 +43,7 @@ def context_options(node: fx.Node, options: Sequence[Strategy], context: Context
         return fitting or list(options)
     cut = "heads" if context == "ulysses" else "queries"
     raise LayoutError(
-        f"context={context!r} is impossible", why=f"the {cut} of this attention do not divide over {axis}",
+        f"context={context!r} is not possible", why=f"the {cut} of this attention cannot be divided evenly over {axis}",
         where=describe(node), hint="context='auto', or 'gather'" if context == "ulysses" else "context='auto'",
     )  # fmt: skip
 
@@ -62,7 +62,9 @@ def _non_attention_options(node: fx.Node, options: Sequence[Strategy], axis: str
         why = "this attention has a learned bias, whose gradient would have to circulate too"
     else:
         why = f"queries and keys of this attention are not sharded in the same way over {axis}"
-    raise LayoutError(f"context='ring' is impossible on {axis}", why=why, where=describe(node), hint="context='gather'")
+    raise LayoutError(
+        f"context='ring' is not possible on {axis}", why=why, where=describe(node), hint="context='gather'"
+    )
 
 
 def _multiplies_values(node: fx.Node) -> bool:

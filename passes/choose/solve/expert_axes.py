@@ -189,9 +189,9 @@ def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mappin
         hint = f"pins that shard them over {rest} alone" if rest else "no pins that shard them"
         raise LayoutError(
             f"experts cannot be sharded over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
-            why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal shards need two per "
-            "rank on average, and one on the last rank",
-            where=describe(mixture.product), hint=hint,
+            why=f"there are {mixture.num_experts} experts for {_ranks(mesh, axes)} ranks; unequal shards need at "
+            "least two experts per rank on average, and one on the last rank", where=describe(mixture.product),
+            hint=hint,
         )  # fmt: skip
 
 

@@ -221,7 +221,7 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
     return next((list(few) for few in fewest if not hold(few)), left)
 
 
-def cannot_hold(pins: Sequence[Pin]) -> str:
+def pins_cannot_hold(pins: Sequence[Pin]) -> str:
     texts = "; ".join(map(str, pins))
     return f"these pins cannot hold together: {texts}" if len(pins) > 1 else f"this pin cannot hold: {texts}"
 
@@ -448,9 +448,11 @@ def _layout_conflict(
         for node in pinned.operators if pinned.cuts == "features" else ():
             if not pinned.strategies(node, pinned.strategies_on_weight_dims(node, ranks)):
                 why = f"{describe(node)} can have this layout only with sequence parallelism"
-                return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
+                return LayoutError(
+                    pins_cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True"
+                )
     why = _conflict_reason(trace, pinned, ranks)
-    return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
+    return LayoutError(pins_cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
 
 
 def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:

@@ -15,7 +15,7 @@ from autopart.ir.blocks.deduplication import DeduplicatedBlocks
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, describe, parents
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.solve.layout_pins import cannot_hold, no_match, smallest_conflict
+from autopart.passes.choose.solve.layout_pins import no_match, pins_cannot_hold, smallest_conflict
 from autopart.passes.choose.stages.stage_partition import boundary_bytes, find_partition, num_boundaries, partition
 from autopart.plans.pins import CutPin, Pins, TogetherPin
 
@@ -109,7 +109,7 @@ def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pi
     if why:
         raise StageError(
             f"cannot {pin}", why=why, where=", ".join(filter(None, (describe(nodes[first]), pins.where(pin)))),
-            hint="a cut a few operators later",
+            hint="begin the stage a few operators later",
         )  # fmt: skip
     return first
 
@@ -139,6 +139,6 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
         why = "operators between modules that are kept on one stage are on this stage too; "
         why += f"possible stage boundaries left: {left}, and {stages} need {num_stages - 1}"
     return StageError(
-        cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),
+        pins_cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),
         hint="leave one of them out" if len(conflict) > 1 else "other modules, or another number of stages",
     )  # fmt: skip

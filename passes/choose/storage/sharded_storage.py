@@ -13,7 +13,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.trace import Trace
 from autopart.passes.choose.explain.node_notes import layout_notes
 from autopart.passes.choose.problem import Problem
-from autopart.passes.choose.solve.layout_pins import cannot_hold, smallest_conflict
+from autopart.passes.choose.solve.layout_pins import pins_cannot_hold, smallest_conflict
 from autopart.passes.choose.storage.parameter_storage import (
     MIN_DIMS,
     Storage,
@@ -53,12 +53,12 @@ def choose_sharded_storage(problem: Problem, stored: Mapping[str, Layout]) -> Ma
         if entry is not None:
             chosen[name] = dict([entry])
     if zero and not chosen:
-        which = "no parameter with two dims or more has one" if storage.min_dims > 1 else "no parameter has a dim"
+        which = "no parameter with two or more dims has a dim" if storage.min_dims > 1 else "no parameter has a dim"
         raise LayoutError(
             f"zero={zero} finds no parameter to shard over {over}={mesh.size(over)}",
-            why=f"{which} that divides over it and that tp does not shard",
+            why=f"{which} that is divisible by {mesh.size(over)} and that tp does not shard",
             hint=f"another size of {over}, or zero=0",
-        )  # fmt: skip
+        )
     return {name: {**stored.get(name, {}), **chosen.get(name, {})} for name in {**stored, **chosen}}
 
 
@@ -67,7 +67,7 @@ def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
     raise OptionError(
         f"zero={zero} needs an axis to shard parameters over",
         why=f"the mesh {mesh} has no axis {' or '.join(axis.name for axis in mesh.axes if axis.stores)}",
-        hint=f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}', or leave it out",
+        hint=f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}', or leave zero= out",
     )
 
 
@@ -77,7 +77,7 @@ def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pr
     if not _agree(name_pins):
         clash = smallest_conflict(name_pins, _agree)
         raise LayoutError(
-            cannot_hold(clash), why=f"{name} can have only one layout",
+            pins_cannot_hold(clash), why=f"{name} can have only one layout",
             where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
     place = Placement.parse(name_pins[0].text)

@@ -19,14 +19,14 @@ _LINEAR = {
     },
     **{f"aten::{name}": ({0}, {1}) for name in ("mm", "bmm", "matmul")},
 }
-"""{operator: sets of tensor inputs that it is linear in}, for operators of a backward. Rules list more sets."""
+"""{operator of a backward: sets of tensor inputs in which it is linear}. `tables.py` lists further sets."""
 
 
 def backward_is_linear(node: fx.Node) -> bool:
     """Return True if an operator's backward is linear in the output gradients.
 
-    Partial sums of output gradients then give partial sums of input gradients. This holds for every operator but a
-    user's autograd Function, whose backward may clip or normalize gradients. For such a Function it holds if every
+    Partial sums of output gradients then give partial sums of input gradients. This holds for all operators except
+    users' autograd Functions, whose backward may clip or normalize gradients. For such a Function, it holds if every
     operator in its traced backward is linear in the gradients.
     """
     user_function = made_for(node)

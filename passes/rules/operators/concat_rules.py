@@ -22,10 +22,7 @@ def cut(node: fx.Node) -> Pattern:
 
 
 def split(node: fx.Node) -> Pattern | None:
-    """Return the rule of `split_with_sizes`: sharding the split dim shards each of its sections.
-
-    The dim has the factor `joined`, as in `join`.
-    """
+    """Return the rule of `split_with_sizes`: if the split dim is sharded, so is each section."""
     dims, at = names_and_dim(node)
     dims[at] = ("joined",)
     joined = {"joined": tuple(node.args[1])}
@@ -37,7 +34,10 @@ def _local_sections(call: LocalCall) -> fx.Node:
 
 
 def join(node: fx.Node) -> Pattern:
-    """Return the rule of `cat`: sharding the concatenated dim shards each input, so that it has sections."""
+    """Return the rule of `cat`: if the concatenated dim is sharded, each input is sharded along it.
+
+    A shard of the output is then a concatenation of shards of the inputs (`Placement.sections`).
+    """
     inputs = tensor_inputs(node)
     dims = names(len(shape(node)))
     at = argument(node, "dim") % len(dims)

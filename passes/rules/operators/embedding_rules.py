@@ -1,6 +1,6 @@
-"""Local forms of operators with a table sharded along its rows: vocabulary, classes, experts.
+"""Local forms of operators whose table is sharded along its rows: vocabulary, classes, experts.
 
-In mixtures of experts, a "row" is a token for one of its experts.
+In a mixture of experts, a row is a copy of a token for one of its experts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def dispatch_axes_of(call: LocalCall) -> str:
     return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_dispatched)
 
 
-def _axes_cutting(call: LocalCall, factor: str) -> str:
+def _sharding_axes(call: LocalCall, factor: str) -> str:
     """Return the flattened axes over which the experts (or rows of a table) are sharded, or "".
 
-    On some of these axes rows are dispatched to the rank of their expert. On the other axes every rank has all rows,
-    and rows of other ranks' experts give zeros.
+    On some of these axes, rows are dispatched to the rank of their expert. On the other axes, every rank has all rows,
+    and its result is zero for rows of other ranks' experts.
     """
     dispatch_axes, sharding_axes = mesh_axes_of(dispatch_axes_of(call)), call.axes_sharding(factor)
     return "_".join(axis for axis in call.strategies if axis in dispatch_axes or axis in sharding_axes)
@@ -43,10 +43,10 @@ def _axes_cutting(call: LocalCall, factor: str) -> str:
 def embedding(call: LocalCall) -> fx.Node | None:
     """Emit a vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    An index of a row that another rank has gives zeros. Returns None if the table is not sharded along its rows.
+    The result is zero for indices of other ranks' rows. Returns None if the table is not sharded along its rows.
     """
     rows = shape(call.node.args[0])[0]
-    routed, axis = dispatch_axes_of(call), _axes_cutting(call, "v")
+    routed, axis = dispatch_axes_of(call), _sharding_axes(call, "v")
     if routed and routed == axis:
         table, experts = call.args[:2]
         local_experts = call.emit(aten.sub.Tensor, experts, call.first_row(routed, rows))
@@ -90,9 +90,9 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 def expert_linear(call: LocalCall) -> fx.Node | None:
     """Emit the grouped product with the local experts; None if experts are not sharded.
 
-    Rows of other ranks' experts give zeros, if they were not dispatched.
+    If rows are not dispatched, the result is zero for rows of other ranks' experts.
     """
-    axes = _axes_cutting(call, "e")
+    axes = _sharding_axes(call, "e")
     if not axes:
         return None
     return call.emit(call.node.target, *call.args[:3], call.first_row(axes, shape(call.node.args[1])[0]))
@@ -109,7 +109,7 @@ def to_experts(call: LocalCall) -> fx.Node | None:
         rows = local_shape(shape(call.node), layout, call.sizes, call.balance)[0]
         if not axes.all_to_all:
             return call.emit(call.node.target, x, expert, times, num_experts, *_experts_of(call, axes.selected), rows)
-        x, expert, times = *_selected(call, axes, x, rows), 1
+        x, expert, times = *_select_rows(call, axes, x, rows), 1
     return _all_to_all(call, axes, autopart_ops.dispatch.default, x, expert, times) if axes.all_to_all else None
 
 
@@ -124,7 +124,7 @@ def from_experts(call: LocalCall) -> fx.Node | None:
         return _all_to_all(call, axes, autopart_ops.combine.default, x, expert, times)
     rows = local_shape(shape(call.node.args[1]), {axis: s.inputs[1] for axis, s in call.strategies.items()} | {
         axis: ON_EXPERT_RANK for axis in mesh_axes_of(axes.selected)}, call.sizes, call.balance)[0]  # fmt: skip
-    numbers = _selected(call, axes, expert, rows)[1]
+    numbers = _select_rows(call, axes, expert, rows)[1]
     combined = _all_to_all(call, axes, autopart_ops.combine.default, x, numbers, 1)
     combined.meta["val"] = value(x).new_empty(rows, *value(x).shape[1:])
     owner, index = _owner(call, axes.selected, expert), call.index(axes.selected)
@@ -132,11 +132,11 @@ def from_experts(call: LocalCall) -> fx.Node | None:
 
 
 class _DispatchAxes(NamedTuple):
-    """Flattened axes over which rows get to the rank of their expert; "" for none.
+    """Flattened mesh axes over which experts are sharded, by how a rank gets the rows of its experts.
 
     Args:
-        all_to_all: axes over which an all-to-all sends each row to the rank of its expert.
-        selected: axes on which every rank has all rows, and selects the rows of its experts.
+        all_to_all: axes over which an all-to-all sends each row to the rank of its expert; "" for none.
+        selected: axes on which every rank has all rows, and selects the rows of its experts; "" for none.
     """
 
     all_to_all: str
@@ -150,10 +150,11 @@ def _dispatch_axes(call: LocalCall, rows: Layout) -> _DispatchAxes:
     )
 
 
-def _selected(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Return the rows that a rank selects on the axes `selected`, and the experts of these rows.
+def _select_rows(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+    """Emit the selection of the rows whose experts this rank has, along the axes `axes.selected`.
 
-    A selection precedes the all-to-all over the other axes. The experts are selected once per dispatch.
+    An all-to-all over `axes.all_to_all` follows. Returns the selected rows of `x` and their expert indices. The node of
+    the expert indices is shared by the dispatch and the combine.
 
     Args:
         rows: upper bound of the number of selected rows.
@@ -174,7 +175,7 @@ def _selected(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tu
 
 
 def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
-    """Emit, for each row, the index along `axes` of the rank that has the row's expert. Return the node."""
+    """Emit, for each row, the index along `axes` of the rank that has the row's expert."""
     all_axes, num_experts = dispatch_axes_of(call), call.node.args[3]
     if axes == all_axes:
         return _once(call, aten.floor_divide.Scalar, expert, -(-num_experts // call.num_ranks(axes)))
@@ -199,9 +200,12 @@ def _once(call: LocalCall, target: Callable[..., Any], *args: Any) -> fx.Node:
 def _all_to_all(
     call: LocalCall, way: _DispatchAxes, operator: Callable[..., Any], x: fx.Node, expert: fx.Node, times: int
 ) -> fx.Node:  # fmt: skip
-    """Emit the all-to-all that dispatches or combines rows (`operator`).
+    """Emit the all-to-all that dispatches or combines rows.
 
-    Ranks exchange the numbers of rows once: dispatch and combine share the node.
+    Ranks first exchange the numbers of rows. Dispatch and combine share the node of this exchange.
+
+    Args:
+        operator: `dispatch` or `combine`.
     """
     axes, num_experts = way.all_to_all, call.args[3]
     if way.selected:
@@ -212,6 +216,9 @@ def _all_to_all(
 
 
 def _experts_of(call: LocalCall, axes: str) -> tuple[fx.Node, int]:
-    """Return a rank's first expert, as a node, and its number of experts. The last ranks may have fewer."""
+    """Return the index of a rank's first expert, as a node, and its number of experts.
+
+    The last ranks may have fewer experts than this number.
+    """
     experts = call.node.args[3]
     return call.first_row(axes, experts), -(-experts // call.num_ranks(axes))

@@ -17,10 +17,11 @@ from autopart.passes.rules.operators.selection_rules import tie
 def gather(node: fx.Node) -> Pattern | None:
     """Return the rule of `gather`.
 
-    The indexed dim cannot be sharded, and no dim in which the index is smaller than the tensor.
+    The tensor's indexed dim cannot be sharded, but the index can be sharded along it. All other dims can be sharded if
+    they have the same size in the index and the tensor.
     """
     source, index = node.args[0], node.args[2]
-    dims, read, whole = _source_and_index(shape(source), shape(index), argument(node, "dim"))
+    dims, read, whole = _dims_of_source_and_index(shape(source), shape(index), argument(node, "dim"))
     if not dims:
         return None
     places = read[argument(node, "dim") % len(dims)][0]
@@ -28,17 +29,18 @@ def gather(node: fx.Node) -> Pattern | None:
 
 
 def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
-    """Return the rule of scatter operators, a function of the call.
+    """Return a function from a call of a scatter operator to the call's rule.
 
-    The indexed dim cannot be sharded, and no dim in which the index is smaller than the tensor.
+    The indexed dim cannot be sharded. All other dims can be sharded if they have the same size in the index and the
+    tensor.
 
     Args:
-        linear: returns True if the written values and the target of a call may be partial sums.
+        linear: function that returns True if the target and the written values of a call may be partial sums.
     """
 
     def rule(node: fx.Node) -> Pattern | None:
         inputs = tensor_inputs(node)
-        dims, written, whole = _source_and_index(shape(inputs[0]), shape(inputs[1]), argument(node, "dim"))
+        dims, written, whole = _dims_of_source_and_index(shape(inputs[0]), shape(inputs[1]), argument(node, "dim"))
         if not dims or any(shape(n) != shape(inputs[1]) for n in inputs[2:]):
             return None
         sums = ((0, 2) if len(inputs) == 3 else (0,),) if linear(node) else ()
@@ -47,8 +49,15 @@ def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | 
     return rule
 
 
-def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim], list[str]]:
-    """Return the dims of a tensor and of an index along `dim`, and the factors that cannot be sharded."""
+def _dims_of_source_and_index(
+    source: Sequence[int], index: Sequence[int], dim: int
+) -> tuple[list[Dim], list[Dim], list[str]]:
+    """Return the dims of the tensor and the index of `gather` or `scatter`, and the unshardable factors.
+
+    Args:
+        source, index: shapes of the tensor and of the index.
+        dim: the indexed dim.
+    """
     dims = names(len(source))
     if not dims or len(index) != len(source):  # an empty index may have other dims
         return [], [], []
@@ -59,7 +68,7 @@ def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> 
 
 
 def index_select(node: fx.Node) -> Pattern | None:
-    """Return the rule of `index_select`: the indexed dim cannot be sharded, the list of indices can."""
+    """Return the rule of `index_select`: the indexed dim cannot be sharded, but the index can."""
     if not shape(node.args[0]) or not shape(node.args[2]):
         return None
     dims, at = names_and_dim(node)
@@ -71,7 +80,7 @@ def index_select(node: fx.Node) -> Pattern | None:
 def index_write(node: fx.Node) -> Pattern | None:
     """Return the rule of `index_add`, `index_copy`, `index_fill`.
 
-    Neither the indexed dim nor the list of indices can be sharded.
+    Neither the indexed dim nor the index can be sharded.
     """
     inputs = tensor_inputs(node)
     if not shape(inputs[0]) or not shape(inputs[1]):
@@ -87,11 +96,15 @@ def index_write(node: fx.Node) -> Pattern | None:
 def _factors_along(
     node: fx.Node, dims: list[Dim], at: int, index: fx.Node
 ) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
-    """Return the factors of a call that indexes the first operand along one dim.
+    """Return the dims and factors of a call, such as `index_select`, that indexes along one dim.
+
+    Args:
+        dims: dims of the first operand.
+        at: the indexed dim.
 
     Returns:
-        The tensor's dims, the dim of the index, the factors that cannot be sharded, and options for `pattern`. Options
-        are set if the index was computed by boolean indexing.
+        (dims of the operand, dim of the index, factors that cannot be sharded, options for `pattern`). There are
+        options only if the index was computed by boolean indexing.
     """
     tied = tie(shape(node.args[0]), {at: index})
     if tied is None:
@@ -101,7 +114,7 @@ def _factors_along(
 
 
 def index(node: fx.Node) -> Pattern | None:
-    """Return the rule of `x[i, :, j]`: indexed dims cannot be sharded. The indices and all other dims can."""
+    """Return the rule of `x[i, :, j]`: the indices, and all dims except the indexed ones, can be sharded."""
     parts = _index_factors(node)
     if parts is None:
         return None
@@ -130,11 +143,11 @@ def index_put(node: fx.Node) -> Pattern | None:
 
 
 def _index_factors(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
-    """Return the factors of a call with several index tensors; None if an index is a mask.
+    """Return the dims and factors of a call with several index tensors; None if an index is a mask.
 
     Returns:
-        Dims of the tensor, of each index and of the result, the factors that cannot be sharded, and options for
-        `pattern`.
+        (dims of the tensor, dims of each index, dims of the result, factors that cannot be sharded, options for
+        `pattern`).
     """
     before = shape(node.args[0])
     indices = {i: n for i, n in enumerate(node.args[1]) if n is not None}
@@ -165,7 +178,7 @@ def _index_factors(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim]
 
 
 def _index_shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of `x[i, :, j]`, given a call of `x[i, :, j] = y`."""
+    """Return the shape of `x[i, :, j]` for a call `x[i, :, j] = y`."""
     dims, places, read, *_ = _index_factors(node) or ([], [], [])
     sizes = dict(zip(dims, shape(node.args[0]), strict=True))
     for index_dims, n in zip(places, [n for n in node.args[1] if n is not None], strict=True):

@@ -1,4 +1,4 @@
-"""Rules of normalizations: the dims over which statistics are computed cannot be sharded."""
+"""Rules of normalizations. The dims over which statistics are computed cannot be sharded."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def is_tagged_pointwise(node: fx.Node) -> bool:
 
 
 def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]:
-    """Return the rule of elementwise operators, a function of the call.
+    """Return a function from a call of an elementwise operator to the call's rule.
 
     It returns None for overloads that reduce (`max(x)`).
 
@@ -41,7 +41,7 @@ def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]
 def _linear_inputs(node: fx.Node, linear: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Convert sets of argument positions to sets of indices among the call's tensor inputs.
 
-    Sets that a Python number other than 0 makes invalid are dropped.
+    A set is dropped if one of its arguments is a Python number other than 0.
     """
     if not is_floating(node) or node.kwargs.get("rounding_mode"):
         return ()

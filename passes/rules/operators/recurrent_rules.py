@@ -1,4 +1,4 @@
-"""Rules of recurrent layers: only samples are independent."""
+"""Rules of recurrent layers. Only the batch can be sharded."""
 
 from __future__ import annotations
 

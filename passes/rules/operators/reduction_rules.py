@@ -31,10 +31,10 @@ def mean(node: fx.Node) -> Pattern:
 
 
 def _local_share(call: LocalCall) -> fx.Node | None:
-    """Emit this rank's share of a global mean (the sum over ranks); None if nothing is sharded.
+    """Emit this rank's share of a global mean, which is the sum of all shares. None if nothing is sharded.
 
-    With equal shards it is the local mean divided by the number of shards, otherwise the local sum divided by the
-    global number of elements.
+    With equal shards, the share is the local mean divided by the number of shards. Otherwise it is the local sum
+    divided by the global number of elements.
     """
     source, output = shape(call.node.args[0]), shape(call.node)
     sharded = {axis: s for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"}
@@ -91,13 +91,13 @@ def half_spectrum(node: fx.Node) -> Pattern:
 
 
 def along_dim(name: str, linear: bool = False) -> Callable[[fx.Node], Pattern]:
-    """Return a function of the call: the rule of operators along dims that cannot be sharded (`softmax`).
+    """Return a function from a call to its rule, for operators such as `softmax`.
 
-    The output has the shape of the input.
+    Such an operator works along dims that cannot be sharded, and its output has the shape of the input.
 
     Args:
         name: argument that lists these dims.
-        linear: the input may be a partial sum.
+        linear: True if the input may be a partial sum.
     """
 
     def rule(node: fx.Node) -> Pattern:

@@ -1,7 +1,8 @@
-"""Rules of boolean indexing: `positions` selects elements, other operators index with the result.
+"""Rules of boolean indexing: `positions` returns the indices of selected elements.
 
-A dim of selected elements has the factors of the mask's dims, `(m0 m1 selected)`, although it has only the selected
-elements. If the batch is sharded, a rank selects from its local samples, and indices are relative to its first sample.
+Other operators read from or write to a tensor at these indices. The dim of selected elements has the factors of the
+mask's dims, `(m0 m1 selected)`, although it has only the selected elements. If the batch is sharded, a rank selects
+from its local samples, and indices are relative to its first sample.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def _where(call: LocalCall) -> fx.Node:
 
 @dataclass(frozen=True)
 class SelectionTie:
-    """Relation between a tensor and the boolean selection whose indices read from or write to it.
+    """Match of a tensor with the mask of a boolean selection whose indices select from the tensor.
 
     Args:
         selected: factors of the dim of selected elements.
-        dims: {dim of the tensor: factor of the mask dim that it equals}.
+        dims: {dim of the tensor: factor of the equal dim of the mask}.
         sizes: {factor: size}.
     """
 
@@ -55,11 +56,14 @@ class SelectionTie:
 
 
 def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | None:
-    """Return the relation of a tensor to the boolean selection that all its indices come from, or None.
+    """Match a tensor with the boolean selection from which all its indices come.
+
+    Returns None if the indices come from several selections or from none, or if no dim of the tensor equals a dim of
+    the mask.
 
     Args:
         source: shape of the tensor.
-        places: {dim of the tensor: index along it}.
+        places: {indexed dim of the tensor: its index}.
     """
     index_positions = {at: position for at, index in places.items() if (position := positions_of(index)) is not None}
     selections = {(one.selection, one.mask) for one in index_positions.values()}
@@ -81,10 +85,10 @@ def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | 
 
 
 def shifts_indices(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
-    """Return True if sharding input `position` over the batch would give a wrong result: it is an index.
+    """Return True if sharding input `position` over the batch would make a call use wrong indices.
 
-    On a rank, indices of selected elements are relative to the rank's first sample. Only operators that index with them
-    take that into account.
+    Indices of selected elements are relative to the rank's first sample. Operators that index with them
+    (`Pattern.tied`) are written for such indices. For other operators, the function returns True.
     """
     indices = positions_of(source)
     if indices is None or position in pattern.tied or positions_of(node) is not None:

@@ -15,16 +15,17 @@ from autopart.passes.rules.local_forms import shape_argument
 
 
 def view(node: fx.Node) -> Pattern | None:
-    """Return the rule of `view`, `reshape`: its factors are the smallest that give both shapes (`refine`)."""
+    """Return the rule of `view`, `reshape`, with factors that are common to both shapes (`refine`)."""
     before, after = shape(node.args[0]), shape(node)
     inputs, outputs, sizes, whole = refine(before, after)
     return Pattern((inputs,), (outputs,), sizes, frozenset(whole), UNARY_LINEAR, local=shape_argument)
 
 
 def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, dict[str, int], list[str]]:
-    """Return factors that both shapes consist of: (4, 12, 32) and (48, 4, 8) consist of 4, 12, 4, 8.
+    """Split the dims of two shapes into common factors.
 
-    If dims have no common factors (6, 4 and 8, 3), or one has size 0, each is one factor that cannot be sharded.
+    For example, (4, 12, 32) and (48, 4, 8) have the factors 4, 12, 4, 8. Dims without common factors (6, 4 and 8, 3)
+    remain one factor each, which cannot be sharded. So do all dims if one has size 0.
 
     Returns:
         Factors of each dim before, factors of each dim after, {factor: size}, and the factors that cannot be sharded.
@@ -40,7 +41,8 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, d
         return name
 
     if 0 in before:
-        return *(tuple((new(size, True),) for size in dims) for dims in (before, after)), sizes, whole
+        unsharded = [tuple((new(size, True),) for size in dims) for dims in (before, after)]
+        return unsharded[0], unsharded[1], sizes, whole
     inputs: list[Dim] = []
     outputs: list[Dim] = []
     i = j = 0
@@ -79,7 +81,7 @@ def _refine_stretch(left: Sequence[int], right: Sequence[int], inputs: list, out
 
 
 def expand(node: fx.Node) -> Pattern:
-    """Return the rule of `expand`: new dims, and expanded dims of size 1, are factors of the output alone."""
+    """Return the rule of `expand`. Only the output has the factors of new and expanded dims."""
     before, after = shape(node.args[0]), shape(node)
     outputs = names(len(after))
     aligned = outputs[len(after) - len(before) :]
@@ -91,7 +93,7 @@ def expand(node: fx.Node) -> Pattern:
 
 
 def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
-    """Return the rule of operators that reorder dims, a function of the call.
+    """Return a function from a call to its rule, for operators that reorder dims.
 
     Args:
         order: `order(node, ndim)` lists the input dim of every output dim.

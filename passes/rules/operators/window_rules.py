@@ -17,10 +17,10 @@ from autopart.passes.rules.local_forms import group_argument
 
 
 def convolution(node: fx.Node) -> Pattern | None:
-    """Return the rule of convolutions. Groups can be sharded, or the channels of a group.
+    """Return the rule of convolutions. Groups can be sharded, or the channels of each group.
 
-    The channel dims have the factors (groups, channels per group). None if the call has a bias, which a pass splits
-    off.
+    The channel dims have the factors (groups, channels per group). None if the call has a bias: a pass moves the bias
+    to a separate addition.
     """
     (x, weight), y = (shape(n) for n in tensor_inputs(node)[:2]), shape(node)
     if len(tensor_inputs(node)) > 2:  # a separate add applies the bias, after partial sums are reduced

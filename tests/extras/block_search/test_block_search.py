@@ -201,12 +201,13 @@ def test_mistakes(space):
         (
             "pp16",
             {},
-            "nothing to choose block by block for 16 stages\n  why    adjacent repeated blocks with a name: 8",
+            r"search_blocks needs at least one repeated block per pipeline stage \(pp=16\)\n  why    the model has 8 "
+            r"adjacent",
         ),
-        ("dp3", {}, "a batch of 32 rows cannot be split into dp=3 x microbatches=1 equal parts"),
+        ("dp3", {}, "a batch of 32 samples cannot be split into dp=3 x microbatches=1 equal parts"),
     ]:
         with pytest.raises(OptionError, match=error):
             autopart.search_blocks(model, mesh, **options, **call)
     for method in (*EXACT, *SAMPLING):
-        with pytest.raises(MemoryLimitError, match=f"{method} finds no choice block by block that fits into 1 kB"):
+        with pytest.raises(MemoryLimitError, match=f"{method} finds no options of blocks that fit into 1 kB"):
             autopart.search_blocks(model, "pp2", memory=1000, method=method, budget=100, **call)

@@ -345,7 +345,7 @@ def second_step() -> None:
 
 def test_replicas_that_nothing_brings_together_are_refused():
     with pytest.raises(
-        RankError, match=r"dp_sync='local:2' and no optimizer is attached.*\n.*\n.*pm.attach\(optimizer\)"
+        RankError, match=r"dp_sync='local:2' needs an attached optimizer.*\n.*\n.*pm.attach\(optimizer\)"
     ):
         run_ranks(second_step, 2)
 
@@ -379,9 +379,9 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [("full_grads", "every data rank has its own model"), ("beside", "both define what data-parallel ranks send"),
-     ("arguments", "it is called with a state and a bucket"), ("ddp", "needs DistributedDataParallel"),
+     ("arguments", "it must take two arguments: a state and a bucket"), ("ddp", "needs DistributedDataParallel"),
      ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'"),
-     ("hook", "ranks synchronise gradients when the backward has ended, and the hook would run before")],
+     ("hook", "ranks synchronise gradients after the backward, and the hook would run before that")],
 )  # fmt: skip
 def test_what_cannot_be_is_said(what: str, words: str):
     assert all(words in text for text in run_ranks(refused, 2, what))

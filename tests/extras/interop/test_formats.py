@@ -245,17 +245,19 @@ def test_megatrons_layout_can_have_the_head_alone():
 CANNOT = {
     "a fused projection": (
         lambda: exported("transformers", build=zoo.phi3),
-        "cannot express 'model.layers.*.self_attn.qkv_proj.weight' as S(0; sections=32+16+16)\n  why    the format "
-        "does not shard a fused projection section by section",
+        "cannot express the layout S(0; sections=32+16+16) of 'model.layers.*.self_attn.qkv_proj.weight'\n  why    the "
+        "format does not shard the sections of a fused projection separately",
     ),
-    "another module": (lambda: exported("parallelize_module", build=zoo.gpt2), "it is of a Conv1D; the format"),
+    "another module": (lambda: exported("parallelize_module", build=zoo.gpt2), "it belongs to a Conv1D, and the "
+    "format"),
     "a gather": (
         lambda: exported("transformers", pins={"model.layers.*.mlp.down_proj.weight": {"tp": "S(0)"}}),
         "cannot express the all_gather in model.layers.*.mlp",
     ),
     "unequal shards": (
         lambda: exported("parallelize_module", "tp4", lambda: llama(vocab=70)),
-        "cannot express 'model.embed_tokens.weight' as S(0)\n  why    70 is not a multiple of tp=4, and the format "
+        "cannot express the layout S(0) of 'model.embed_tokens.weight'\n  why    70 is not a multiple of tp=4, and "
+        "the format "
         "has no shards of unequal sizes",
     ),
     "a norm of every head": (
@@ -269,8 +271,8 @@ CANNOT = {
     ),
     "a cut inside a module": (
         lambda: exported("pipelining", "pp2"),
-        "cannot express that stage 1 begins with 'model.layers.1.self_attn/reshape'\n  why    this is inside a module; "
-        "in the format, stages begin with modules\n  try    "
+        "cannot express that stage 1 begins with 'model.layers.1.self_attn/reshape'\n  why    it is inside a module, "
+        "and in this format stages begin with modules\n  try    "
         "a plan with pins={'stages': {'together': [['model.layers.*']]}}",
     ),
     "a cut inside a layer": (
@@ -342,11 +344,13 @@ def test_transformers_own_plan_is_read():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"model.norm": "sequence_parallel"}, "has the style 'sequence_parallel'\n  why    it describes more than"),
-        ({"model.norm": SequenceParallel()}, "'model.norm' has the style SequenceParallel"),
-        ({"model.layers.*.mlp": RowwiseParallel()}, "'model.layers.*.mlp' has the style RowwiseParallel"),
+        ({"model.norm": "sequence_parallel"}, "the style 'sequence_parallel' of 'model.norm' cannot be read as a "
+         "pin\n  why    it describes more than"),
+        ({"model.norm": SequenceParallel()}, "the style SequenceParallel"),
+        ({"model.layers.*.mlp": RowwiseParallel()}, "the style RowwiseParallel"),
         ({"model.layer.*.mlp.up_proj": ColwiseParallel()}, "'model.layer.*.mlp.up_proj' is not a module of the model"),
-        ({"model.layers.0": SplitPoint.END}, "'model.layers.0' has SplitPoint.END\n  why    a pin says where a stage"),
+        ({"model.layers.0": SplitPoint.END}, "SplitPoint.END of 'model.layers.0' cannot be read as a pin\n  why    a "
+         "pin names the"),
     ],
 )  # fmt: skip
 def test_styles_that_are_no_pins_are_told(given, text):

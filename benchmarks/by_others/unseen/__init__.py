@@ -1,0 +1,20 @@
+"""Models and idioms that were chosen by what people use, before any of them was tried.
+
+The result of the first run of each is kept in `by_others_first.jsonl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from by_others.case import Case
+from by_others.unseen import audio_vision, hub, idioms_losses, idioms_modules, language_tables, science_generative
+
+MODELS: dict[str, Callable[[], Case]] = {
+    **idioms_losses.MODELS,
+    **idioms_modules.MODELS,
+    **hub.MODELS,
+    **audio_vision.MODELS,
+    **language_tables.MODELS,
+    **science_generative.MODELS,
+}
