@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
+from autopart.ir.graph import is_floating
 from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.ir.run.weight_updates import WeightUpdate
@@ -24,6 +26,7 @@ from autopart.ir.sharding import local_shard_of
 from autopart.ir.trace import Trace
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
+from autopart.proof.summed_magnitudes import summed_magnitude
 from autopart.runtime.batch.batch_split import merge_microbatches
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
@@ -71,17 +74,21 @@ class Results:
     buffers: Mapping[str, Tensor]
     input_grads: Mapping[str, Tensor]
 
-    def distance(self, other: Results) -> float:
+    def distance(self, other: Results, buffer_scales: Mapping[str, float]) -> float:
         """Return the largest relative difference between the values of two runs.
 
         It is infinite if a parameter has a non-zero gradient in one run only.
+
+        Args:
+            buffer_scales: as in `buffer_errors`.
         """
         if self.has_other_gradients(other):
             return float("inf")
         pairs = zip(self.outputs, other.outputs, strict=True)
         apart = [relative(a, b.to(a.dtype)) for a, b in pairs if isinstance(a, Tensor)]
-        for ours, others in ((self.buffers, other.buffers), (self.input_grads, other.input_grads)):
-            apart += [relative(value, others[name].to(value.dtype)) for name, value in ours.items()]
+        buffers, input_grads = self.buffers.items(), self.input_grads.items()
+        apart += [relative(b, other.buffers[name].to(b.dtype), buffer_scales[name]) for name, b in buffers]
+        apart += [relative(grad, other.input_grads[name].to(grad.dtype)) for name, grad in input_grads]
         scale = self.grad_scale
         both = self.grads.keys() & other.grads.keys()
         apart += [relative(self.grads[name], other.grads[name].to(self.grads[name].dtype), scale) for name in both]
@@ -215,6 +222,20 @@ class GraphUnderTest:
         # Copies: an output may be a buffer.
         return Results([o.detach().clone() if isinstance(o, Tensor) else o for o in flat], grads, buffers, input_grads)
 
+    @cached_property
+    def buffer_scales(self) -> dict[str, float]:
+        """Return {written buffer: size of its new value, or of the terms of its sum, if they are larger}.
+
+        A running mean of large values can be almost zero. Its rounding is relative to these values.
+        """
+        updates = {name: node for name, node in self.traced.buffer_updates.items() if is_floating(node)}
+        if not updates:
+            return dict.fromkeys(self.traced.buffer_updates, FLOOR)
+        with torch.no_grad():
+            values = self.values()
+            terms = {name: scale_of(summed_magnitude(node, values)) for name, node in updates.items()}
+        return dict.fromkeys(self.traced.buffer_updates, FLOOR) | terms
+
     # Partitioned
 
     def called(self, decisions: Decisions) -> Program:
@@ -296,13 +317,14 @@ class GraphUnderTest:
             with torch.no_grad():
                 shards = self.shards(called, arrangement)
                 results = self.lockstep(called, shards, arrangement.stage_style, new_buffers=new_buffers)
-            errors |= output_errors(called, results, expected.outputs) | buffer_errors(new_buffers, expected)
+            errors |= output_errors(called, results, expected.outputs)
+            errors |= buffer_errors(new_buffers, expected, self.buffer_scales)
         step = self.step(arrangement.decisions)
         shards = self.shards(step, arrangement)
         new_buffers = {}
         inputs = _InputGradients(self.traced)
         results = self.lockstep(step, shards, arrangement.stage_style, inputs.keep, new_buffers)
-        for name, error in buffer_errors(new_buffers, expected).items():
+        for name, error in buffer_errors(new_buffers, expected, self.buffer_scales).items():
             errors[name] = max(errors.get(name, 0.0), error)
         seeds = self.seeds(step, results)
         if seeds:
@@ -379,11 +401,17 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
     return {name: float("inf") for name in expected.grads} | errors
 
 
-def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results) -> dict[str, float]:
-    """Return {written buffer: largest error of its new value over the ranks that compute it}."""
+def buffer_errors(
+    buffers: Mapping[int, Mapping[str, Tensor]], expected: Results, scales: Mapping[str, float]
+) -> dict[str, float]:
+    """Return {written buffer: largest error of its new value over the ranks that compute it}.
+
+    Args:
+        scales: {buffer: number to which the error of its new value is relative}, from `buffer_scales`.
+    """
     errors = {f"buffer {name}": float("inf") for name in expected.buffers}
     for name, whole in expected.buffers.items():
-        differences = [relative(new[name], whole) for new in buffers.values() if name in new]
+        differences = [relative(new[name], whole, scales[name]) for new in buffers.values() if name in new]
         errors[f"buffer {name}"] = max(differences, default=float("inf"))
     return errors
 

@@ -166,11 +166,12 @@ class Reference:
     @cached_property
     def errors(self) -> dict[str, float]:
         """{name: difference between trace and model}, for differences that exceed rounding."""
-        apart = self.expected.distance(self.of_model) if self.is_upcast else 0.0
+        apart = self.expected.distance(self.of_model, self.subject.buffer_scales) if self.is_upcast else 0.0
         allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
         if apart > allowed:
             as_traced = prepare(self.model, self.arguments)
-            apart = GraphUnderTest(as_traced, find_loss(as_traced)).expected().distance(self.of_model)
+            subject = GraphUnderTest(as_traced, find_loss(as_traced))
+            apart = subject.expected().distance(self.of_model, subject.buffer_scales)
         errors = {"trace against model": apart} if apart > allowed else {}
         return errors | {f"buffer {name}": float("inf") for name in self.lost}
 

@@ -112,7 +112,7 @@ class SingleDeviceRun:
         assert plan is not None, "decisions for one trace are another's only through their plan"
         if in_double.has_other_gradients(self.results):
             return Rounded(self.precision, {"which parameters have a gradient": float("inf")}, 0.0, 0.0)
-        rounding = in_double.distance(_in_double(self.results))
+        rounding = in_double.distance(_in_double(self.results), self.subject.buffer_scales)
         kinds = self.precision.compute, self.precision.reduce
         tolerance = max(ROUNDINGS * max(torch.finfo(dtype).eps for dtype in kinds), 3 * rounding)
         if rounding > MOST:

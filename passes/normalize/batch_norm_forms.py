@@ -45,10 +45,13 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
                 replace(node, _BatchNormFormula(graph, node, source, node.args[7]).normalised(weight, bias))
             return
         momentum, eps = node.args[-2:]
-        in_training = name == FUNCTIONAL or (name != _EVAL and node.args[-3])
-        if not in_training and name not in _WITHOUT_UPDATES:
+        in_training = name != _EVAL and node.args[-3]
+        if not in_training:
             whole = emit(graph, node, aten.batch_norm.default, *node.args[:5], False, momentum, eps, False)
-            replace_parts(node, {0: whole})
+            parts = {0: whole, **dict(enumerate(statistics[:2], 3))}
+            for i in {part.args[1] for part in node.users if part.users} & {1, 2}:
+                parts[i] = emit(graph, node, aten.new_empty.default, source, [0])
+            replace_parts(node, parts)
         elif in_training and (name not in _OF_LIBRARIES or statistics[:2] == [None, None]):
             updated = (*statistics[:2], momentum) if name == FUNCTIONAL else ()
             replace_parts(node, _BatchNormFormula(graph, node, source, eps).parts(weight, bias, *updated))
@@ -88,10 +91,13 @@ class _BatchNormFormula:
     def parts(self, weight: Any, bias: Any, mean: Any = None, var: Any = None, momentum: float = 0.0) -> dict:
         """Return {index: output} of the fused operator.
 
-        0 is the normalized value, 1 the mean, 2 one over the deviation. 3 and 4 are the new running mean and variance,
-        if the running ones are passed.
+        0 is the normalized value, 1 the mean, 2 one over the deviation, both without a gradient. 3 and 4 are the new
+        running mean and variance, if the running ones are passed.
         """
-        outputs = {0: self.normalised(weight, bias), 1: self._flat(self.mean), 2: self._flat(self.scale)}
+        outputs = {0: self.normalised(weight, bias)}
+        used = {part.args[1] for part in self.node.users if part.users}
+        for i, statistic in ((1, self.mean), (2, self.scale)):
+            outputs[i] = self._flat(self._emit(aten.detach.default, statistic) if i in used else statistic)
         if mean is not None:
             unbiased = self.count / max(self.count - 1, 1)
             outputs[3] = self._moved(mean, self.mean, momentum, 1.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +16,44 @@ from autopart.ir.graph import is_tensor, value
 from autopart.passes.rewriting import argument_key, emit, fake_mode, replace, replace_parts
 from autopart.passes.rules import pattern_for
 from autopart.passes.rules.call_keys import CallCache
+
+
+def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Compute the softmax, with zeros in rows that are all -inf.
+
+    The gradient of torch's decomposition is NaN in these rows: it selects the zeros after the softmax.
+    """
+    masked = (x == -math.inf).all(dim, keepdim=True)
+    return torch.softmax(x.masked_fill(masked, 0.0), dim, dtype=dtype).masked_fill(masked, 0.0)
+
+
+def _multilabel_margin_loss(
+    logits: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the loss of each sample, its mean (`reduction` 1) or its sum (2), and the mask of target classes.
+
+    Torch's decomposition counts the entries of `target` after the first -1 as class 0.
+    """
+    rows, labels = torch.atleast_2d(logits), torch.atleast_2d(target)
+    ended = (labels == -1).cumsum(-1)
+    labels = torch.where(ended == 0, labels, 0)
+    is_label = ended.unsqueeze(2) == 0
+    classes = torch.arange(rows.shape[1], device=rows.device)
+    is_target = (is_label & (labels.unsqueeze(2) == classes)).any(1, keepdim=True)
+    margins = torch.relu(1 - rows.gather(1, labels).unsqueeze(2) + rows.unsqueeze(1))
+    loss = torch.where(is_label & ~is_target, margins, 0).sum((1, 2)) / rows.shape[1]
+    if reduction:
+        loss = loss.mean() if reduction == 1 else loss.sum()
+    elif logits.dim() < 2:
+        loss = loss.squeeze(0)
+    return loss, is_target.to(logits.dtype).reshape(target.shape)
+
+
+_FORMULAS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._safe_softmax.default: _safe_softmax,
+    torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+}
+"""Decompositions that replace those of torch."""
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
@@ -71,7 +111,7 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
 
     None if torch has no decomposition, or if it cannot be traced, writes in place, or contains the operator itself.
     """
-    whole = decomposition(node.target)
+    whole = _FORMULAS.get(node.target) or decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
         return None
     places = [i for i, a in enumerate(flat) if isinstance(a, fx.Node)]
@@ -88,7 +128,7 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
     try:
         with fake_mode(node.all_input_nodes):
             parts = trace_function(call, inputs)
-    except (RuntimeError, NotImplementedError, TypeError):  # it looks at values, or takes other arguments
+    except (RuntimeError, NotImplementedError, TypeError, IndexError):  # it looks at values, or at dims of a scalar
         return None
     _without_writes(parts.graph)
     parts.graph.eliminate_dead_code()

@@ -16,7 +16,19 @@ from functools import cache
 
 import pytest
 import torch
-from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, WITH_ITSELF, Sample, bools, call, data, ints, x
+from rule_samples import (
+    NOT_CLAIMED,
+    PROGRAMS_WITH_ITSELF,
+    SAMPLES,
+    TRIED,
+    WITH_ITSELF,
+    Sample,
+    bools,
+    call,
+    data,
+    ints,
+    x,
+)
 from torch import fx
 
 from autopart.compat.torch_internals import tree_map
@@ -121,6 +133,19 @@ def test_one_tensor_may_be_several_operands(number, num_ranks):
             error = proof.error(Mesh({"tp": num_ranks}), {"tp": {node: strategy}})
             wrong += [f"{operator_name(node)} as {strategy}: {error}"] * bool(error)
     assert not wrong, "\n".join([str(WITH_ITSELF[number]), *wrong])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("sample", PROGRAMS_WITH_ITSELF, ids=str)
+def test_a_value_may_meet_a_function_of_itself(sample, num_ranks):
+    proof = proof_of(sample)
+    assert len(proof.nodes) > 1
+    wrong = []
+    for node in proof.nodes:
+        for strategy in strategies(node, num_ranks, ANY_KIND):
+            error = proof.error(Mesh({"tp": num_ranks}), {"tp": {node: strategy}})
+            wrong += [f"{operator_name(node)} as {strategy}: {error}"] * bool(error)
+    assert not wrong, "\n".join([str(sample), *wrong])
 
 
 OTHER_OPERANDS = {

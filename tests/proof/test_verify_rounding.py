@@ -106,3 +106,41 @@ def test_a_loop_that_changes_a_running_mean_is_found():
     model, batch = normed()
     first = autopart.verify_loop(train, "dp2", model, [batch] * 3, time_limit_s=60).first_mismatch
     assert (first.step, first.kind, first.name) == (1, "weight", "bn.running_mean"), str(first)
+
+
+class Centred(nn.Module):
+    """Batch norm of images whose mean is subtracted: the running mean is the rounding of their values."""
+
+    def __init__(self, scaled: bool = False) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3, 1, 1)) if scaled else 1
+        self.bn, self.conv, self.head = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 16, 16), nn.Linear(4, 4)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        image = image * self.gain
+        rows = self.conv(self.bn(image - image.mean((0, 2, 3), keepdim=True))).mean((2, 3))
+        return F.cross_entropy(self.head(rows), label)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+def test_a_running_mean_near_zero_may_have_the_rounding_of_its_terms(mesh):
+    batch = {"image": torch.randint(0, 2**16, (8, 3, 48, 48)).float(), "label": torch.randint(4, (8,))}
+    assert (result := autopart.verify(Centred(), mesh, example_kwargs=batch, steps=1)).ok, result
+
+
+def test_a_wrong_running_mean_near_zero_is_found():
+    """Samples of the two ranks have different means, so the mean of one rank is wrong."""
+    image = torch.randint(0, 256, (8, 3, 32, 32)).float()
+    image[:4] += 1
+
+    def local_means(program, shards):
+        reduced = [
+            n for n in program.stages[0].graph.graph.nodes if str(n.target) == "autopart.all_reduce_both.default"
+        ]
+        reduced[1].replace_all_uses_with(reduced[1].args[0])
+        program.stages[0].graph.recompile()
+
+    batch = {"image": image, "label": torch.randint(4, (8,))}
+    result = autopart.verify(Centred(scaled=True), "dp2", example_kwargs=batch, tamper=local_means)
+    assert result.errors["buffer bn.running_mean"] > 1e-3, result

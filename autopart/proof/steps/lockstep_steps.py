@@ -319,6 +319,7 @@ def _step(
     compared: StepComparison,
     late: _DelayedGradients | None,
 ) -> StepReport:  # fmt: skip
+    buffer_scales = subject.buffer_scales  # before the single device writes its buffers
     expected, actual = one.backward(subject, arguments), ranks.backward(subject)
     skipped, scale = expected.skips[0], expected.scales[0]
     compared.numbers("loss", actual.losses, expected.losses[0], may_overflow=skipped)
@@ -348,7 +349,7 @@ def _step(
         compared.start_equal(parts, whole)
     for rank, new in ranks.new_buffers.items():
         for name, value in new.items():
-            compared.buffer(name, rank, value, one.buffer(name))
+            compared.buffer(name, rank, value, one.buffer(name), buffer_scales[name])
     one.zero_grad()
     ranks.zero_grad()
     return StepReport(

@@ -128,9 +128,9 @@ class StepComparison:
                         alone = cut.place(alone, index)
                     self.rounding[name] = alone | self.rounding.get(name, alone)
 
-    def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor) -> None:
-        """Compare the new value of a buffer on a rank that computes it."""
-        error = relative(actual, expected)
+    def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor, scale: float) -> None:
+        """Compare the new value of a buffer on a rank that computes it. The error is relative to `scale`."""
+        error = relative(actual, expected, scale)
         self._note("buffer", name, rank, error, _worst_entry(actual, expected) if error > self.tolerance else "")
 
     def tensors(

@@ -124,6 +124,27 @@ def _gaussian_nll_loss(
     return loss.sum() if reduction == "sum" else loss.mean()
 
 
+def _multi_margin_loss(
+    input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None,
+    size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Compute `F.multi_margin_loss` with a zero gradient at a margin of zero.
+
+    The gradient of torch's decomposition is that of `clamp_min`, which is not zero there.
+    """
+    if size_average is not None or reduce is not None:
+        return F.multi_margin_loss(input, target, p, margin, weight, size_average, reduce, reduction)
+    rows, labels = torch.atleast_2d(input), torch.atleast_1d(target).unsqueeze(1)
+    margins = (margin - rows.gather(1, labels) + rows).relu() ** p
+    if weight is not None:
+        margins = margins * weight[labels]
+    others = torch.arange(rows.shape[1], device=rows.device) != labels
+    loss = torch.where(others, margins, 0).sum(1) / rows.shape[1]
+    if reduction == "none":
+        return loss if input.dim() > 1 else loss.squeeze(0)
+    return loss.sum() if reduction == "sum" else loss.mean()
+
+
 def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Compute `torch.where`. Accepts a uint8 condition, as eager torch does and torch.export does not."""
     return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
@@ -262,6 +283,7 @@ TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     F.embedding_bag: _embedding_bag,
     F.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.multi_margin_loss: _multi_margin_loss,
     torch.where: _where,
     Tensor.where: _where_method,
     torch.unique: _unique,

@@ -168,6 +168,12 @@ class _Rewriter:
 
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
         """Return the flat indices of a mask's true elements; equal masks share one computation."""
+        if not shape(mask):
+            raise TraceError(
+                "a single element is selected by a mask", refusal=Refusal.SIZE,
+                why="the result has one element or none, depending on tensor values",
+                where=source_text(node), hint="torch.where(mask, x, 0)",
+            )  # fmt: skip
         size = self._selected(node, mask)
         if not isinstance(size, int):
             mask = self._guarded(node, mask)

@@ -59,7 +59,7 @@ def _dims_of_source_and_index(
         dim: the indexed dim.
     """
     dims = names(len(source))
-    if not dims or not index:
+    if not dims or len(index) != len(source):  # an empty index may have other dims
         return [], [], []
     at = dim % len(dims)
     read = [d if i != at and source[i] == index[i] else (f"at{i}",) for i, d in enumerate(dims)]

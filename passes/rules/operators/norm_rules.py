@@ -36,10 +36,10 @@ def group_norm(node: fx.Node) -> Pattern:
 def batch_norm(node: fx.Node) -> Pattern | None:
     """Return the rule of `batch_norm` in eval mode: all dims can be sharded.
 
-    None in training mode, for which a pass decomposes the operator.
+    None in training mode, for which a pass decomposes the operator, and for an empty input without channels.
     """
-    if argument(node, "training"):
-        return None
     inputs = tensor_inputs(node)
     dims = names(len(shape(inputs[0])))
+    if argument(node, "training") or len(dims) < 2:
+        return None
     return pattern(node, [dims, *([[dims[1]]] * (len(inputs) - 1))], [dims])

@@ -101,7 +101,8 @@ def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Nod
 
     def rule(node: fx.Node) -> Pattern:
         dims = names(len(shape(node.args[0])))
-        return pattern(node, [dims], [[dims[i] for i in order(node, len(dims))]], linear=UNARY_LINEAR)
+        reordered = [dims[i] for i in order(node, len(dims))] if dims else []
+        return pattern(node, [dims], [reordered], linear=UNARY_LINEAR)
 
     return rule
 
@@ -130,7 +131,7 @@ def squeeze(node: fx.Node) -> Pattern:
     before = shape(node.args[0])
     chosen = argument(node, "dim")
     chosen = range(len(before)) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
-    removed = {d % len(before) for d in chosen if before[d] == 1}
+    removed = {d % len(before) for d in chosen if before[d] == 1} if before else set()
     dims = names(len(before))
     return pattern(node, [dims], [[d for i, d in enumerate(dims) if i not in removed]], linear=UNARY_LINEAR)
 

@@ -13,4 +13,19 @@ _CHANGED = {s.operator: s for s in with_itself.with_repeated_tensors(SAMPLES) if
 WITH_ITSELF = [*with_itself.SAMPLES, *_CHANGED.values()]
 """Calls that pass one tensor as several operands: written ones, and one of each other operator, changed to do so."""
 
-__all__ = ["NOT_CLAIMED", "SAMPLES", "TRIED", "WITH_ITSELF", "Sample", "bools", "call", "data", "ints", "labels", "x"]
+PROGRAMS_WITH_ITSELF = with_itself.PROGRAMS
+
+__all__ = [
+    "NOT_CLAIMED",
+    "PROGRAMS_WITH_ITSELF",
+    "SAMPLES",
+    "TRIED",
+    "WITH_ITSELF",
+    "Sample",
+    "bools",
+    "call",
+    "data",
+    "ints",
+    "labels",
+    "x",
+]

@@ -106,6 +106,7 @@ SAMPLES = [
             "multilabel_margin_loss": lambda: (x(6, 4), ints(6, 4, below=4)),
         }.items()
     ),
+    call("multilabel_margin_loss", x(6, 4), torch.tensor([2, -1, 0, 3]).expand(6, 4).contiguous()),
     call("triplet_margin_loss", x(6, 4), x(6, 4), x(6, 4)),
     call(
         "autopart::ctc_loss",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopart.compat.torch_internals import tree_flatten, tree_map
@@ -71,6 +72,7 @@ SAMPLES = [
     repeated("cdist", x(2, 6, 4)),
     call("einsum", "bik,bjk->bij", 2 * [x(2, 6, 4)]),
     call("einsum", "ij,jk->ik", 2 * [x(6, 6)]),
+    call("einsum", "ij,jk,kl->il", 3 * [x(6, 6)]),
     repeated("scaled_dot_product_attention", x(2, 4, 6, 6), 3),
     repeated("scaled_dot_product_attention", x(2, 4, 6, 6), 3, None, 0.0, True),
     repeated("scaled_dot_product_attention", x(2, 4, 6, 6), 4),
@@ -110,3 +112,30 @@ SAMPLES = [
     repeated("bucketize.Tensor", ORDERED),
     repeated("isin.Tensor_Tensor", ints(6, 4)),
 ]
+
+_LIBRARY = torch.library.Library("autopart_with_itself", "DEF")
+
+
+def program(name: str, function: Callable[[Tensor], Tensor]) -> Sample:
+    """Return a call of an operator that PyTorch decomposes into the operators of a function."""
+    _LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    return call(f"autopart_with_itself::{name}", x(6, 6))
+
+
+PROGRAMS = [
+    program("gather_by_order", lambda x: x.gather(1, x.argsort(1))),
+    program("gather_by_order_of_columns", lambda x: x.gather(0, x.argsort(0))),
+    program("take_by_order", lambda x: torch.take_along_dim(x, x.argsort(-1), -1)),
+    program("index_by_order", lambda x: x[x[0].argsort()]),
+    program("index_by_two_orders", lambda x: x[x[0].argsort(), x[:, 0].argsort()]),
+    program("search_in_own_order", lambda x: torch.searchsorted(x.sort(-1).values, x) * x),
+    program("bucketize_by_own_row", lambda x: torch.bucketize(x, x[0].sort().values) * x),
+    program("entropy", lambda x: F.cross_entropy(x, x.softmax(-1))),
+    program("gram", lambda x: x @ x.T),
+    program("gram_of_columns", lambda x: x.T @ x),
+    program("distances", lambda x: torch.cdist(x, x.flip(0))),
+    program("attention", lambda x: F.scaled_dot_product_attention(x[None], x[None], x.T[None])[0]),
+    program("outer", lambda x: torch.einsum("ij,ik->ijk", x, x.softmax(0))),
+]
+"""Calls in which a value meets a function of itself. Each may need another placement of the value."""
