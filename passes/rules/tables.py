@@ -170,7 +170,7 @@ RULES: dict[str, Rule] = {
     "aten::mul": Rule(of_call=elementwise((0,), (1,)), cost=_ARITHMETIC),
     **_rows("div neg", Rule(of_call=elementwise((0,)), cost=_ARITHMETIC)),
     "aten::square": Rule(of_call=elementwise(), cost=_ARITHMETIC),
-    **_rows("clone contiguous", Rule(of_call=elementwise((0,)), cost=_REMADE)),
+    "aten::contiguous": Rule(of_call=elementwise((0,)), cost=_REMADE),
     **_rows("to _to_copy", Rule(of_call=elementwise((0,)), keeps_weights=True, keeps_masks=True, cost=_REMADE)),
     "aten::detach": Rule(of_call=elementwise((0,)), keeps_weights=True, has_gradient=False),
     **_rows("""xlogy real imag conj_physical _conj resolve_conj resolve_neg positive deg2rad rad2deg special_xlog1py""",
@@ -198,7 +198,7 @@ RULES: dict[str, Rule] = {
         logaddexp2 polar polygamma signbit special_entr special_erfcx
         special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_zeta""", Rule(of_call=elementwise())),
     # without a sharding rule
-    **_rows("arange expand_as flatten full glu nll_loss ones repeat type_as zeros",
+    **_rows("arange clone expand_as flatten full glu nll_loss ones repeat type_as zeros",
         Rule(cost=_REMADE)),
     "autopart::cast": Rule(cost=_REMADE),
     "autopart::pick_class": Rule(cost=_REMADE),

@@ -306,4 +306,8 @@ def test_the_command_line_reads_pins_from_a_file(tmp_path):
     assert plan.pins == PINS and plan.parameters["head.weight"] == {"tp": "R"} and plan.cuts == ("layers.4/linear",)
     path.write_text('{\n"head": {"tp": "S"}}')
     result = CliRunner().invoke(main, ["plan", *model, "--pins", str(path)])
-    assert result.exit_code == 2 and "the pin 'head' requests 'S'" in result.stderr and "line 2" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "the pin 'head' has the invalid placement 'S'" in result.stderr
+        and "line 2" in result.stderr
+    )

@@ -341,7 +341,7 @@ def in_ddp(mesh):
 
 
 def test_distributed_data_parallel_around_it_is_refused():
-    assert run(in_ddp, "tp2") == ["DistributedDataParallel around a partitioned model"] * 2
+    assert run(in_ddp, "tp2") == ["DistributedDataParallel cannot wrap a partitioned model"] * 2
 
 
 def called_with_nan(mesh):

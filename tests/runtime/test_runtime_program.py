@@ -547,7 +547,7 @@ def test_what_check_schedule_proposes_is_possible():
 def test_unknown_schedule():
     with pytest.raises(StageError, match="unknown schedule 'zb'"):
         check_schedule("zb", 2, 2, 2)
-    with pytest.raises(StageError, match="5 is not a multiple of 2"):
+    with pytest.raises(StageError, match="the number of stages is not a multiple of pp=2"):
         check_schedule("gpipe", 5, 2, 2)
 
 

@@ -142,7 +142,7 @@ def test_parts_of_the_optimizer_beside_what_is_remembered(model):
 def test_a_plan_that_was_edited_is_refused_as_the_option_is(model):
     plan = autopart.plan(model[0], "dp4", example_kwargs=model[1], dp_sync="ef21:0.01", zero=1)
     edited = Plan.from_json(json.dumps(json.loads(plan.to_json()) | {"zero": 2}))
-    with pytest.raises(OptionError, match=r"stored sharded \(zero=2\)(.|\n)*try    zero=1"):
+    with pytest.raises(OptionError, match=r"sharded parameters \(zero=2\)(.|\n)*try    zero=1"):
         decode(prepare(model[0], bind_call(model[0], (), model[1])), edited, Mesh.parse("dp4"))
 
 
