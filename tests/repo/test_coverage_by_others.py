@@ -45,7 +45,10 @@ def test_every_package_is_installed_with_them():
 
 class Branch(nn.Linear):
     def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else x
+        y = super().forward(x)
+        while y.sum() > 0:
+            y = y - 1
+        return y
 
 
 class Nothing(nn.Linear):
