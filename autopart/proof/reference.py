@@ -59,6 +59,11 @@ NOT_FINITE_IN_DOUBLE = (
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+_NOT_DIFFERENTIABLE = {
+    "derivative for": "plain operations in its place",
+    "modified by an inplace operation": "a clone() of the tensor before it is written, as loss.backward() on the model needs",
+}
+"""{text of torch's error for a model that cannot be differentiated: what to do}."""
 _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
 """Exceptions of models that do not run in float64."""
 
@@ -189,17 +194,17 @@ class Reference:
         try:
             return self._run_model(subject)
         except RuntimeError as error:
-            if "derivative for" not in str(error):
+            if not any(text in str(error) for text in _NOT_DIFFERENTIABLE):
                 raise
         try:
             with sdpa_kernel(SDPBackend.MATH):
                 return self._run_model(subject)
         except RuntimeError as error:
-            if "derivative for" not in str(error):
+            if (hint := next((hint for text, hint in _NOT_DIFFERENTIABLE.items() if text in str(error)), None)) is None:
                 raise
             raise TraceError(
                 f"{type(self.base).__name__} cannot be differentiated by torch itself", refusal=Refusal.GRADIENT,
-                why=str(error).strip().partition("\n")[0], hint="plain operations in its place",
+                why=str(error).strip().partition("\n")[0], hint=hint,
             ) from error  # fmt: skip
 
     def _run_model(self, subject: GraphUnderTest) -> Results:

@@ -128,3 +128,23 @@ def test_numbers_are_returned_as_numbers():
     for name, value in expected.items():
         if name != "loss":
             assert type(found[name]) is type(value) and found[name] == pytest.approx(value)
+
+
+class WrittenQueue(nn.Module):
+    """Writes a buffer that its own backward needs, which torch rejects in eager mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("queue", torch.randn(4, 8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        loss = (y @ self.queue.T).square().mean()
+        self.queue[:2] = y[:2].detach()
+        return loss
+
+
+def test_a_model_that_torch_cannot_differentiate_is_refused_in_words():
+    with pytest.raises(TraceError, match="cannot be differentiated by torch itself"):
+        autopart.verify(WrittenQueue(), "tp2", example_args=(torch.randn(8, 8),))
