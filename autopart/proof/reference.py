@@ -61,7 +61,7 @@ _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _NOT_DIFFERENTIABLE = {
     "derivative for": "plain operations in its place",
-    "modified by an inplace operation": "a clone() of the tensor before it is written, as loss.backward() on the model needs",
+    "modified by an inplace operation": "a clone() of the tensor before it is written",
 }
 """{text of torch's error for a model that cannot be differentiated: what to do}."""
 _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
