@@ -263,10 +263,10 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     chances = entry.semantics.chances
     chances.start()
     chances.by_values.clear()
-    program = _exported_once(entry, example)
-    if not chances.count:
-        return program
     try:
+        program = _exported_once(entry, example)
+        if not chances.count:
+            return program
         return with_random_branches(program, chances, lambda: _exported_once(entry, example))
     except (ReadsFloat, Rewrites):
         raise

@@ -72,8 +72,8 @@ class Recurrent(Small):
 class Deciding(Small):
     def forward(self, x, y):
         hidden = self.up(x)
-        if hidden.sum() > 0:
-            hidden = hidden.relu()
+        while hidden.sum() > 0:
+            hidden = hidden - 1
         return (self.down(hidden) - y).square().mean()
 
 
@@ -186,7 +186,7 @@ inputs: x float32[8,8], y float32[8,8]
 it is refused: Deciding cannot be traced
   why    this line decides what to run by the values in a tensor, which a graph cannot hold; they come from the \
 output of up
-  where  {path}:7: if hidden.sum() > 0:
+  where  {path}:7: while hidden.sum() > 0:
   try    torch.where(condition, a, b); or the decision outside of forward(); or parallelize the modules on either \
 side of it, e.g. parallelize(model.up, mesh)
 

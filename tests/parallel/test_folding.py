@@ -323,8 +323,8 @@ def test_weights_that_something_else_reads_are_gathered_where_they_divide(expert
         autopart.plan(model, "cp2,ep2", example_kwargs=batch, pins=folded(["cp"]))
     assert str(error.value) == (
         "ep cannot shard or gather dim 0 of up\n"
-        "  why    its 10 experts are sharded unevenly over cp too, and an operator other than the expert products "
-        "uses them\n"
+        "  why    its 10 experts are sharded unevenly over cp, and an operator other than the experts' matrix "
+        "products reads this dim\n"
         "  try    remove the pins that shard them over ep, or use axis sizes whose product divides their number"
     )
 

@@ -186,5 +186,5 @@ def test_a_buffer_that_is_registered_in_forward_is_a_cache(is_filled):
 
 
 def test_a_number_that_changes_beside_such_a_buffer_is_found():
-    with pytest.raises(TraceError, match="Lengthening computes something different in every call"):
+    with pytest.raises(TraceError, match="the traced call of Lengthening differs from later calls"):
         autopart.plan(Lengthening(counts=True), "dp2", example_kwargs={"x": torch.randn(8, 6, 16)})
