@@ -159,6 +159,14 @@ def test_transforms_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)
 
 
+def test_a_third_derivative_that_torch_gets_wrong_is_refused():
+    net = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
+    model = Net(lambda m, x: grad(lambda y: grad(lambda z: m.net(z).sin().sum())(y).square().sum())(x))
+    model.net = net
+    with pytest.raises(TraceError, match="the loss needs a third derivative of layer_norm"):
+        autopart.plan(model, "tp2", example_args=(rows(),))
+
+
 def test_the_gradient_of_a_convolution():
     model = Net(lambda m, x: vmap(grad(lambda y: m.conv(y[None]).pow(3).sum()))(x))
     result = autopart.verify(model, "tp2", example_args=(rows(),))

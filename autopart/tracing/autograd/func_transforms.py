@@ -25,8 +25,8 @@ from autopart.tracing.autograd.differentiable_operators import BACKWARDS, plain_
 from autopart.tracing.trace_errors import LostInTrace, wrong_third_derivative
 
 _VMAP, _VJP = "vmap_impl", "_vjp_with_argnums"
-_REVERSE = _VJP, "grad_and_value_impl"
-_nested: ContextVar[list[str]] = ContextVar("reverse-mode transforms inside of the one that is traced")
+_REVERSE = _VJP, "grad_and_value_impl", "vjp"
+_depth: ContextVar[tuple[int, list[int]]] = ContextVar("reverse-mode transforms that run, and how many ran nested")
 _DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, cast(Any, Tensor.data).__get__)
 _OWN = "of_the_model"
 _running: ContextVar[str] = ContextVar("what a transform is run for: '', 'trace', or 'look'", default="")
@@ -64,14 +64,17 @@ def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Ma
     if running == "look" and name != _VMAP:
         raise _Differentiates
     if running == "trace" and name in _REVERSE and not is_forward_mode.get():
-        _nested.get().append(name)
+        depth, deepest = _depth.get()
+        deepest.append(depth + 1)
+        with variable(_depth, (depth + 1, deepest)):
+            return original(*args, **kwargs)
     if running or tracing is None:
         return original(*args, **kwargs)
     if name == _VJP:
         return _vjp(original, args, kwargs)
     if name == _VMAP and not _differentiates(original, args, kwargs, tracing):
         return original(*args, **kwargs)
-    return _as_operators(original, args, kwargs)
+    return _as_operators(original, args, kwargs, int(name in _REVERSE and not is_forward_mode.get()))
 
 
 def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
@@ -103,16 +106,17 @@ def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -
     return (outputs[0], backward, outputs[1]) if kwargs.get("has_aux") else (outputs, backward)
 
 
-def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], depth: int) -> Any:
+    """Trace a transform alone and call its operators. `depth`: 1 for a reverse-mode transform, else 0."""
     leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs: list[Any] = []
-    nested: list[str] = []
+    deepest = [depth]
 
     def run(*inputs: Tensor) -> list[Any]:
         rest = iter(inputs)
         args, kwargs = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        with variable(_running, "trace"), variable(_nested, nested), _Watch(), torch.enable_grad():
+        with variable(_running, "trace"), variable(_depth, (depth, deepest)), _Watch(), torch.enable_grad():
             outputs[:] = [original(*args, **kwargs)]
         return [leaf for leaf in tree_flatten(outputs[0])[0] if isinstance(leaf, Tensor)]
 
@@ -126,7 +130,7 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
         "and jacfwd, "
                    "and functions of tensors alone", Refusal.GRADIENT) from error  # fmt: skip
     _attach(traced.graph)
-    if nested and any(node.target in _WITH_STATISTICS for node in traced.graph.nodes):
+    if max(deepest) > 1 and any(node.target in _WITH_STATISTICS for node in traced.graph.nodes):
         raise wrong_third_derivative("layer_norm")
     values: dict[Any, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
     for node in traced.graph.nodes:

@@ -278,9 +278,9 @@ def _built(
         if node in left_out or (answers is None and node.target is _DECIDED):
             continue
         reads = {n: now[n] for n in node.all_input_nodes}
-        if (side := sides_of.get(node)) is not None:
-            condition = now[decided[side.number].args[0]]
-            reads = {n: v if n in side.here else guards.of(side, True, v, condition) for n, v in reads.items()}
+        if (own_side := sides_of.get(node)) is not None:
+            condition = now[decided[own_side.number].args[0]]
+            reads = {n: v if n in own_side.here else guards.of(own_side, True, v, condition) for n, v in reads.items()}
         now[node] = built.node_copy(node, reads.__getitem__)
     return built
 

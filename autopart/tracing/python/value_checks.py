@@ -71,8 +71,8 @@ def _operands(source: str) -> Mapping[Place, Operand | Literal[False]]:
     except SyntaxError:
         return {}
     found: dict[Place, Operand | Literal[False]] = {}
-    for node in ast.walk(tree):
-        for i, part in enumerate(node.values) if isinstance(node, ast.BoolOp) else ():
+    for node in (one for one in ast.walk(tree) if isinstance(one, ast.BoolOp)):
+        for i, part in enumerate(node.values):
             inner, is_negated = part, False
             while isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.Not):
                 inner, is_negated = inner.operand, not is_negated
