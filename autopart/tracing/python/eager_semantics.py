@@ -161,6 +161,8 @@ class EagerSemantics(TorchFunctionMode):
         if (output := self.packed.run(func, args, read)) is not UNKNOWN:
             return output
         func, args, kwargs = with_size((func, args, kwargs), read)
+        if func is torch.tensor and self.chances.by_values and type(args[0]) in (bool, int, float):
+            func, args = torch.full, ((), *args)  # a constant of one side of a branch is no input of the graph
         output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, dict(kwargs))
         self.known.note((func, args, kwargs), tensors, output)
         output = self.decisions.note((func, args, kwargs), output, frame)
@@ -229,8 +231,6 @@ class EagerSemantics(TorchFunctionMode):
         args, kwargs = self.without_frozen(args, kwargs)
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
-        if func is torch.tensor and self.chances.by_values and type(args[0]) in (bool, int, float):
-            func, args = torch.full, ((), *args)  # a constant of one side of a branch is no input of the graph
         written = written_by(func, args, kwargs)
         self.known.write((func, args, kwargs), written)
         if func is Tensor.backward:
