@@ -267,7 +267,15 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
         program = _exported_once(entry, example)
         if not chances.count:
             return program
-        return with_random_branches(program, chances, lambda: _exported_once(entry, example))
+        numbers = {name: str(number) for name, number in entry.state.numbers.items()}
+
+        def again() -> Any:
+            side = _exported_once(entry, example)
+            if chances.by_values and numbers != {name: str(number) for name, number in entry.state.numbers.items()}:
+                raise TraceError("a side of a branch on values changes an attribute of the model")
+            return side
+
+        return with_random_branches(program, chances, again)
     except (ReadsFloat, Rewrites):
         raise
     except Exception:  # a side that raises, or sides that cannot be merged: the branch is refused where it is

@@ -192,7 +192,10 @@ def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
 
 
 def _subject_text(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Format how one compared property differs between ranks. Of long texts, show only the first line that differs."""
+    """Format how one compared property differs between ranks.
+
+    Of long texts, show only the first line that differs.
+    """
     if all(map(_is_short, texts)):
         return f"{name}: {by_rank(texts, group)}"
     for lines in itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="no more"):

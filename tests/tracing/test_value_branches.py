@@ -152,3 +152,23 @@ def test_running_statistics_of_one_side_are_refused():
     model.statistics = STATISTICS
     with pytest.raises(TraceError, match="this line decides what to run by the values in a tensor"):
         autopart.plan(model, "tp2", example_args=(torch.randn(4, 8), torch.randn(4, 8)))
+
+
+class Counting(nn.Module):
+    """Counts the losses that are not finite in a Python attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.skipped = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        loss = self.linear(x).square().mean()
+        if not torch.isfinite(loss):
+            loss = loss * 0
+            self.skipped += 1
+        return loss
+
+
+def test_a_side_that_changes_an_attribute_is_refused():
+    with pytest.raises(TraceError, match="decides what to run by the values in a tensor"):
+        autopart.plan(Counting(), "tp2", example_args=(torch.randn(8, 8),))
