@@ -104,9 +104,10 @@ def test_a_list_of_places_only_indexes(use):
             self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x):
-            (places,) = torch.where(x[:, 0] > 0)
+            hidden = self.linear(x)
+            (places,) = torch.where(hidden[:, 0] > 0)
             use(places.tolist())
-            return self.linear(x)
+            return hidden
 
     with pytest.raises(TraceError) as caught:
         autopart.plan(Net(), "tp2", example_kwargs={"x": torch.rand(4, WIDTH)})
