@@ -90,9 +90,9 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """Return a list with the plan's note that counts attention masks by structure, such as `2 causal`.
+    """Return the plan's note that counts attention masks by structure, such as `2 causal`, as a list.
 
-    Empty for a model without attention.
+    The list is empty for a model without attention.
     """
     kinds = Counter[str]()
     for node, weight in weighted(operators(trace.graph)):
@@ -135,8 +135,8 @@ class _CallValues:
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """Return the value of a node.
 
-        Returns None if this value or one of its ancestors is too large, or if an operator fails because equal samples
-        were left out.
+        Returns None if the value, or a value that it depends on, is too large. Returns None too if an operator fails
+        because equal samples were left out.
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
@@ -156,7 +156,7 @@ class _CallValues:
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims of a value that are the batch, without dims that merge the batch with another dim."""
+        """Return the batch dims of a value. A dim in which the batch is merged with another dim is left out."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 
@@ -173,7 +173,7 @@ class _CallValues:
 
 
 def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the index of the first sample of each group of samples that are equal in all `values`."""
+    """Return the indices of the samples that differ from all earlier samples in at least one of `values`."""
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))

@@ -57,10 +57,10 @@ _FORMULAS: Mapping[Any, Callable[..., Any]] = {
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
-    """Decompose operators that depend on a parameter and have no rule, with torch's decompositions.
+    """Decompose operators that depend on a parameter and have no sharding rule, with torch's decompositions.
 
     Args:
-        depth: number of times the operators of a decomposition are themselves decomposed.
+        depth: number of times that the operators of a decomposition are decomposed again.
     """
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):

@@ -73,7 +73,6 @@ def _multiplies_values(node: fx.Node) -> bool:
 
 
 def _is_queries_or_heads(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
-    """Return True if a factor of attention is the queries (`kind=DATA_DIM`) or the heads (`kind=FEATURE`)."""
     atoms = factor_atoms(node, pattern).get(factor, ())
     sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]
     return bool(atoms) and atoms[-1].kind == kind and all(any(factor in dim for dim in side) for side in sides)
