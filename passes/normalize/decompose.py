@@ -109,7 +109,8 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
     """Return the graph of an operator's decomposition.
 
-    None if torch has no decomposition, or if it cannot be traced, writes in place, or contains the operator itself.
+    None if torch has no decomposition. None too if the decomposition cannot be traced, writes in place, or contains
+    the operator itself.
     """
     whole = _FORMULAS.get(node.target) or decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -167,7 +168,7 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if another tensor can share the node's memory: it is an input or a view, or has a view."""
+    """Return True if another tensor may share the node's memory: the node is an input or a view, or has a view."""
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)
 

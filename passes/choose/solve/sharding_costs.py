@@ -233,9 +233,7 @@ class ShardingCosts:
         return price + ShardingCost(weights=left)
 
     def _stored_over(self, node: fx.Node, place: Placement) -> str:
-        """Return the flattened axes over which a parameter with this placement is stored sharded; "" if there are
-        none.
-        """
+        """Return the flattened axes over which a parameter with this placement is stored sharded, or ""."""
         if node.op != "get_attr":
             return ""
         part = self.step.storage.place(node.target, shape(node), self._layout(node, place))

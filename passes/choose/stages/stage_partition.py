@@ -54,8 +54,9 @@ def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
     folds: DeduplicatedBlocks = (), send_cost: float = 0.0,
 ) -> Partition | None:  # fmt: skip
-    """Return the best partition of the operators that depend on parameters; None if there are too few legal
-    boundaries.
+    """Return the best partition of the operators that depend on parameters.
+
+    None if there are too few legal boundaries.
 
     Args:
         begins: operator indices at which a stage must begin.
@@ -86,10 +87,10 @@ def flops_per_sent_byte(problem: Problem) -> float:
 
 
 def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> list[int]:
-    """Return, for each operator of the full model that depends on parameters, the index in `nodes` of its
-    representative.
+    """Return, for each operator of the full model, the index in `nodes` of its representative.
 
-    If blocks are deduplicated, the trace contains one of several equal blocks. Its operators represent those of all.
+    Only operators that depend on parameters are included. If blocks are deduplicated, the trace contains one of
+    several equal blocks. Operators of this block represent those of all equal blocks.
     """
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
