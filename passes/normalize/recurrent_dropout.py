@@ -18,8 +18,7 @@ aten = torch.ops.aten
 
 @on_calls("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
 def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Split a call of several recurrent layers with dropout into one call per layer, with dropout between the layers.
-    """
+    """Split a call of several recurrent layers into one call per layer, with explicit dropout between layers."""
     if not draws_random_numbers(node) or argument(node, "batch_first") is None:  # None: packed sequences
         return
     before = node.prev

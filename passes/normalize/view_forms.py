@@ -59,8 +59,7 @@ def contiguous_operands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes with a path to a parameter, or to an input that needs a gradient, along which a gradient flows.
-    """
+    """Return the nodes through which a gradient flows to a parameter, or to an input that needs a gradient."""
     with_gradient: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":

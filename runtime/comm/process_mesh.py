@@ -76,7 +76,7 @@ class Process:
     def along(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of a mesh axis, or of several axes that are flattened into one.
 
-        Creates the group of a flattened axis at the first call, so every rank must make these calls in the same order.
+        The first call for a flattened axis creates its group, so every rank must make these calls in the same order.
         """
         if axis in self.groups:
             return self.groups[axis]
@@ -87,8 +87,8 @@ class Process:
     def overlap_group(self, axis: str) -> dist.ProcessGroup:
         """Return a second process group of an axis, for collectives that overlap with those of stage graphs.
 
-        Two collectives of one group do not overlap. Creates the group at the first call, so every rank must make these
-        calls in the same order.
+        Two collectives of one process group cannot overlap. The first call creates the group, so every rank must make
+        these calls in the same order.
         """
         if axis not in self.side_groups:
             self.side_groups[axis] = self._new_group(axis)
@@ -131,11 +131,11 @@ class Process:
 def meet(
     mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
 ) -> Watch | None:
-    """Create a CPU process group of all ranks, which waits for them. Return the watchdog of the group.
+    """Create a CPU process group of all ranks, and wait for all ranks. Return the watchdog of the group.
 
     Call it before any other group of `mesh` is created. Returns None if `mesh` has one rank. Initializes
-    torch.distributed from torchrun's environment variables if needed, and raises RuntimeSetupError without them. Raises
-    HangError if a rank does not arrive.
+    torch.distributed from torchrun's environment variables if needed, and raises RuntimeSetupError without them.
+    Raises HangError if a rank does not arrive.
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
