@@ -150,8 +150,7 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return, for each stage but the first, the bytes that it receives, and the bytes of them that can be sent as
-    shards.
+    """Return, for each stage but the first, the bytes that it receives, and how many of them can be shards.
 
     Args:
         program: a program whose stages send full values, not shards.

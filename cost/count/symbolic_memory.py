@@ -7,7 +7,7 @@ For each operator, there are polynomials of:
 - the buffers that exist while it runs (`liveness.py`)
 
 Weights that are being gathered and gradients of weights are not included: `cost/predict/table_memory.py` adds them.
-This file also computes the memory of a plan from the polynomials and the plan's sizes.
+`table_memory.py` also computes the memory of a plan, by inserting the plan's sizes into the polynomials.
 """
 
 from __future__ import annotations

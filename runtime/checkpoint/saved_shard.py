@@ -126,8 +126,7 @@ class ShardTensor(Tensor):
         return self._local.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor with the shard offsets in an attribute, so that unpickling does not need autopart.
-        """
+        """Pickle as a plain tensor with the shard offsets in an attribute. Unpickling does not need autopart."""
         plain = self._local.detach()
         setattr(plain, PLACE, dataclasses.astuple(self.place))
         return plain.__reduce_ex__(protocol)
@@ -226,8 +225,7 @@ def connect_checkpoints() -> None:
 
 
 def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
-    """Return the shard offsets of a `ShardTensor`, also if it was unpickled as a plain tensor; None for other values.
-    """
+    """Return the shard offsets of a `ShardTensor`, or of a plain tensor that was pickled as one; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)

@@ -210,11 +210,10 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
 
 
 def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
-    """Start an all-gather of `numbers` over all ranks. Return a function that waits for it.
+    """Start an all-gather of `numbers` over all ranks, on the CPU. Return a function that waits for it.
 
-    The function returns a float64 tensor of shape [ranks, numbers], in rank order of the host group (all ranks, on
-    CPU). It raises HangError if a rank does not arrive. On gloo an all-gather takes half the time of an all-reduce,
-    because it needs half as many messages.
+    The function returns a float64 tensor of shape [ranks, numbers], in rank order. It raises HangError if a rank does
+    not arrive. On gloo an all-gather takes half the time of an all-reduce, because it needs half as many messages.
     """
     mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
     if group is None:
@@ -267,9 +266,9 @@ def _own_group(
 ) -> dist.ProcessGroup:  # fmt: skip
     """Create process groups of ranks, and return the group that contains this process.
 
-    If the lists cover all processes, every process creates all groups. Otherwise only members create a group, and torch
-    names the group by the number of groups that the process has created. That number differs between members if some
-    have also created groups for tied tensors. Then they would wait for each other forever.
+    If the lists cover all processes, every process creates all groups. Otherwise only members create a group, and
+    torch names the group by the number of groups that the process has created. Members would count differently, and
+    wait for each other forever, if some of them had created groups for tied tensors before.
 
     Args:
         rank_lists: the ranks of each group. They do not overlap.
@@ -290,9 +289,9 @@ def _own_group(
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
     """Return {axis: process group}.
 
-    Groups come from the device mesh, with two exceptions on the CPU. If an axis has all processes, its group is created
-    again, because the default group's timeout belongs to the user. A `pp` group is created again, because sends and
-    receives use the timeout set at its creation.
+    Groups come from the device mesh, with two exceptions on the CPU. If an axis has all processes, its group is
+    created again, because the default group has the user's timeout. A `pp` group is created again, because sends and
+    receives use the timeout set at the group's creation.
     """
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():

@@ -52,7 +52,8 @@ def _ring_steps(
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Yield (owner rank, length of the shard to receive next, [keys, values]) for every step of the ring.
 
-    The first step has the local keys and values. While the caller computes a step, its keys and values are sent on.
+    The first step has the local keys and values. While the caller computes a step, its keys and values are sent to the
+    next rank.
     """
     ranks, there = group.size(), pair
     for step in range(ranks):

@@ -26,7 +26,7 @@ _LARGE = 2**24
 def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """Rewrite a stage for masks that depend on no input: use their structure instead of computing them.
+    """Rewrite a stage for masks that depend on no input: the stage uses their structure and does not compute them.
 
     Returns the stage, and the names of these masks, which later calls need not inspect.
     """
@@ -95,7 +95,7 @@ class StageMasks:
     """Masks of one stage whose structure is detected again in every call.
 
     Args:
-        bind: function that binds a graph of the stage to this rank.
+        bind: function that prepares a graph of the stage for this rank.
         without: names of masks to ignore.
     """
 

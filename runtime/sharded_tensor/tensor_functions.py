@@ -161,7 +161,7 @@ def _is_tagged(name: str, tag: torch.Tag) -> bool:
 
 @functools.cache
 def _is_view(name: str) -> bool:
-    """Return True if the result shares memory with an argument that the operator does not write."""
+    """Return True if the result shares memory with an argument, and the operator does not write that argument."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False

@@ -53,7 +53,7 @@ class WeightSource(Protocol):
         """{name: tensor} of buffers and of tensors that are plain attributes."""
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's shard) of parameters, on the host."""
+        """Yield (name, this rank's shard) of parameters, in CPU memory."""
 
 
 class Weights:
@@ -82,17 +82,18 @@ class Weights:
             self.subject = (SUBJECT, str(error))
 
     def check(self) -> None:
-        """Raise the error in `problem`, if any."""
+        """Raise the error in `problem`, if it is not None."""
         if self.problem is not None:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """Return the user's model and its parameter `name`; None if the user has deleted the model."""
+        """Return the user's model, and the name of the parameter `name` in it; None if the user has deleted the model.
+        """
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's shard) of parameters, on the host in the model's dtype."""
+        """Yield (name, this rank's shard) of parameters, in CPU memory and in the model's dtype."""
         for name, value in self._origin.read(cuts):
             yield name, value.to(self._dtypes[name])
 
@@ -190,7 +191,8 @@ class Checkpoint:
     def _match(self, model: nn.Module) -> tuple[dict[str, LazyTensor], list[str]]:
         """Match tensors of the files with tensors of the model.
 
-        Returns {name in the model: tensor in the files}, and the names in the files that the model lacks.
+        Returns {name in the model: tensor in the files}, and a list of names that are in the files but not in the
+        model.
         """
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
@@ -198,7 +200,7 @@ class Checkpoint:
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
-        """Record the file tensor of each tensor of the model. A tied tensor can have any of its names.
+        """Record the file tensor of each tensor of the model. The files may have a tied tensor under any of its names.
 
         Returns the names of tensors that the files lack.
         """
@@ -254,7 +256,7 @@ def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _misfits(name: str, tensor: LazyTensor, expected: Tensor) -> Iterator[str]:
-    """Yield a text if a tensor of the files differs from the model's in shape or incompatible dtype."""
+    """Yield a text for each tensor of the files with another shape than in the model, or with an incompatible dtype."""
     if tensor.shape != tuple(expected.shape):
         yield f"'{name}' is {list(tensor.shape)}, in the model {list(expected.shape)}"
     elif tensor.dtype != expected.dtype and not {tensor.dtype, expected.dtype} <= FLOATS:
@@ -278,7 +280,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
-    """Return a warning about tensors whose dtype is converted on loading, as a list of at most one text."""
+    """Return a warning about tensors whose dtype is converted on loading, as a list with one text or none."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
