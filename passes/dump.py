@@ -48,7 +48,10 @@ class Shown(NamedTuple):
 
 
 class Dump:
-    """Dump folder of one trace. It stores the latest text of each graph, with which the next pass is compared."""
+    """Dump folder of one trace.
+
+    It stores the latest text of each graph, with which the next pass is compared.
+    """
 
     def __init__(self, root: str, graph: fx.Graph):
         self.root, self.folder, self.num_passes = root, _new_folder(root), 0

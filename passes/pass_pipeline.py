@@ -1,4 +1,4 @@
-"""Driver of passes. It times and checks passes, writes dumps (`dump.py`), and reports which node failed.
+"""Driver of passes: it times and checks them, writes dumps (`dump.py`), and reports failed nodes.
 
 A `Pass` rewrites a graph in place, under `run_passes`. Other functions of a trace analyze it, choose a plan or write a
 program. They run in the driver if they are decorated with `driven`.

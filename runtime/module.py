@@ -111,7 +111,10 @@ class ProgramSource(Protocol):
         """Text of Python values that have changed since the program of the last call was traced."""
 
     def agreed(self) -> Mapping[str, str]:
-        """Return {name: text} of versions, options and the plan, for a comparison between ranks. All must be equal."""
+        """Return {name: text} of versions, options and the plan, for a comparison between ranks.
+
+        All must be equal.
+        """
 
 
 class ParallelModule(

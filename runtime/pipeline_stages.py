@@ -201,7 +201,9 @@ class StageModule(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """Autograd function: move received values to `device`. Backward moves their gradients back, ready to send.
+    """Autograd function: move received values to `device`.
+
+    Backward moves their gradients back, ready to send.
 
     Gradients become dense and contiguous. Values that the stage does not use get zeros.
     """

@@ -252,7 +252,7 @@ def _export_blocks(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
         if repeats.tried and not repeats.lost and not isinstance(error, NotARepeat):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             warnings.warn(
-                f"the blocks of {type(users_model(entry.model)).__name__} that repeat were traced one by one, which "
+                f"the blocks of {type(users_model(entry.model)).__name__} that are equal were traced one by one, which "
                 f"takes longer: {reason}. This is a fault of autopart, and changes no result.",
                 stacklevel=2,
             )

@@ -123,7 +123,7 @@ class _Compiled:
         return signs
 
     def _reused_values(self) -> dict[MemoryBuffer, bool]:
-        """Find values that a fusible operator reads, after an unfusible operator has run since an earlier read.
+        """Find values that a fusible operator reads again after an unfusible operator has run.
 
         Returns {buffer: False} for each such value, and {buffer: True} for the outputs of the operators that read it
         again. The backward never recomputes these outputs.
@@ -174,7 +174,7 @@ class _Compiled:
         return forced
 
     def _sources(self) -> dict[Piece, list[MemoryBuffer]]:
-        """Return {buffer: buffers that its operator reads to compute it}, without parameters and gathered weights."""
+        """Return {buffer: buffers from which it is computed}, without parameters and gathered weights."""
         sources: dict[Piece, list[MemoryBuffer]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
@@ -214,7 +214,7 @@ class _Compiled:
         return away
 
     def _is_materialised(self, piece: Piece) -> bool:
-        """Return True if a value must be materialised: it has no user, or a user with which it cannot be fused."""
+        """Return True if a value must be materialised: it has no user, or one that cannot be fused with it."""
         return isinstance(piece, MemoryBuffer) and not (
             self.users.get(piece) and all(map(self.joined, self.users[piece]))
         )

@@ -360,7 +360,7 @@ class _Counter:
         return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
     def _depth(self, product: fx.Node, flops: Size) -> Size:
-        """Return the inner dim of a matrix product: the number of products that are added up for each output element.
+        """Return the inner dim of a matrix product: `k` of a product [m, k] x [k, n].
 
         Returns `NOTHING` if the inner dim is the batch or the sequence, as in the gradient of a weight.
 

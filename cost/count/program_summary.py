@@ -150,7 +150,7 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return, for each stage but the first, the bytes that it receives, and how many of them can be shards.
+    """Return, for each stage but the first, all bytes that it receives, and those that can be shards.
 
     Args:
         program: a program whose stages send full values, not shards.

@@ -202,7 +202,7 @@ class SymbolicMemory:
         return _SentBytes(alike, Size.sum(map(self.size, unkept)), Size.sum(map(self.size, later)))
 
     def _can_be_scattered(self, node: fx.Node) -> bool:
-        """Return True if each rank can send a shard of a value to the next stage, which all-gathers the shards."""
+        """Return True if ranks can send a value as shards, which the next stage all-gathers."""
         origin, layout = self.traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         return origin is not None and scatter_layout(origin, layout, self.walk.program.mesh) is not None
 

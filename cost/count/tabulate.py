@@ -299,7 +299,7 @@ def _block_of(name: str, blocks: Blocks) -> _BlockId | None:
 
 
 def _copies(name: str, blocks: Blocks) -> int:
-    """Return the number of operators or tensors of the full model that a traced operator or tensor represents.
+    """Return the number of operators or tensors of the full model that a traced one represents.
 
     Args:
         name: key of the operator, or name of the tensor.

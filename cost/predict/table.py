@@ -56,7 +56,9 @@ from autopart.ir.run.sync_option import MethodParameters
 
 @dataclass(frozen=True)
 class Table:
-    """Cost table of a model. It lists all operators in order, including the operators of every repeated block.
+    """Cost table of a model.
+
+    It lists all operators in order, including the operators of every repeated block.
 
     Operators were counted at reference sizes (`b`, `s`, `tp`, `cp`, `ep`).
 
@@ -72,8 +74,7 @@ class Table:
         buffer_bytes: bytes of all buffers.
         gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
         hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap
-            with
-            backward.
+            with backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
         divided: result of `cost.count.shard_counts.divided`.
     """

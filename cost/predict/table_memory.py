@@ -271,7 +271,7 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
 def _forward(
     reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers
 ) -> tuple[Events, Events]:
-    """Return the memory events (all-gathers and frees of weights) before and after each operator's forward.
+    """Return the memory events (all-gathers and frees of weights) around each operator's forward.
 
     Returns two mappings, before and after: {index of the operator: events}.
     """

@@ -230,7 +230,7 @@ def _check_rules(plan: Plan) -> None:
     for name, data in plan.rules.items():
         rule = from_data(data)
         if REGISTERED.get(name) != rule:
-            other = f"it has {call_text(name, REGISTERED[name])}" if name in REGISTERED else "it has none"
+            other = f"it has {call_text(name, REGISTERED[name])}" if name in REGISTERED else "it has no rule for it"
             raise PlanError(
                 f"the plan needs a sharding rule for {name} that this process does not have", why=other,
                 where=plan.where("rules", name), hint=f"{call_text(name, rule)} before parallelize, or a new plan",
@@ -275,7 +275,9 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 def _check_cut_again(
     plan: Plan, constraints: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
 ) -> None:
-    """Raise PlanError if several axes shard one dim of a parameter. A dim of experts is allowed if it is large enough.
+    """Raise PlanError if several axes shard one dim of a parameter.
+
+    A dim of experts is allowed if it is large enough.
     """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
@@ -364,7 +366,7 @@ def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: 
         return options[0]
     raise PlanError(
         f"the plan runs {name} with the strategy '{text}', which its sharding rule does not allow", why=describe(node),
-        where=plan.where("operators", name), hint=" | ".join(map(str, options[:8])),
+        where=plan.where("operators", name), hint="one of: " + " | ".join(map(str, options[:8])),
     )  # fmt: skip
 
 
@@ -422,11 +424,14 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
 
 
 def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str]) -> tuple[int, ...]:
-    """Return the index of each stage's first operator among the operators that depend on parameters, from stage 1 on.
+    """Return the index of each stage's first operator, from stage 1 on.
+
+    Indices count only operators that depend on parameters.
 
     Args:
         same_trace: the plan was made for this very trace.
-        order: operator keys of an earlier trace. If a stage's first operator is missing in this trace, the stage begins
+        order: operator keys of an earlier trace. If a stage's first operator is missing in this trace, the stage
+            begins
             at the next operator of `order` that exists.
     """
     if len(plan.cuts) != num_stages - 1:

@@ -94,7 +94,7 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     if "selective" in words and not core_of:
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
-        why = "no product of two activations is followed by another one without a weight between them"
+        why = "the model has no two products of activations without a weight between them"
         if fused:
             why = f"attention is one operator ({fused[0]}), which saves nothing between its products"
         return (f"recompute='selective' changes nothing: {why}",)
@@ -130,12 +130,12 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     notes = []
     if recomputed_blocks:
         which = "every repeated block" if len(recomputed_blocks) == len(weighted) else first_of(recomputed_blocks)
-        notes.append(f"the model's own checkpoints are kept: the backward recomputes {which}")
+        notes.append(f"the model's own checkpoints are followed: the backward recomputes {which}")
     if not_kept:
         which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
         notes.append(
-            f"the model's own {which}: not kept, the activations are saved (only checkpoints of whole repeated "
-            "blocks can be kept)"
+            f"autopart ignores the model's own {which} and saves the activations (only checkpoints of complete "
+            "repeated blocks can be followed)"
         )
     return (
         "full" if len(recomputed_blocks) == len(weighted) else dict.fromkeys(recomputed_blocks, "full")
@@ -169,11 +169,12 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 
 
 def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
-    """Return the calls of a region to recompute: the block's operators, and calls that depend on these operators.
+    """Return the calls of a region to recompute: the block's operators, and calls that depend on them.
 
     Other calls of the region, such as conversions of its inputs, are not recomputed, and their outputs are saved. One
-    exception is a call whose output is larger than its inputs and is used only in the region, such as the all-gather of
-    a weight: it is recomputed. If another stage sent a value in shards, the value is gathered once, before the region.
+    exception is a call whose output is larger than its inputs and is used only in the region, such as the all-gather
+    of a weight: it is recomputed. If another stage sent a value in shards, the value is gathered once, before the
+    region.
     """
     members = traced_calls.intersection(run)
     for node in run:
@@ -225,7 +226,7 @@ def cores(traced: fx.Graph) -> dict[str, str]:
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
-    """Return parameters, and nodes computed from parameters alone without a matrix product (such as views)."""
+    """Return parameters, and nodes computed from parameters alone without a matrix product."""
     weights: set[fx.Node] = set()
     for node in traced.nodes:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]

@@ -127,7 +127,7 @@ def _note_host(graph: fx.Graph) -> None:
 
 
 def _note_dispatched(graph: fx.Graph) -> None:
-    """Mark all values between a MoE dispatch and its combine, which consist of dispatched tokens, with `routed`."""
+    """Mark values between a MoE dispatch and its combine (dispatched tokens) with `routed`."""
     routed: set[fx.Node] = set()
     for node in graph.nodes:
         pattern = facts(node).get("pattern")
@@ -176,7 +176,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
 
 
 def _routing(node: fx.Node) -> tuple:
-    """Return a hashable key of a MoE call: the number of experts, and which operands are dispatched tokens."""
+    """Return a key of a MoE call: the number of experts, and which operands are dispatched tokens."""
     if not facts(node).get("routed"):
         return ()
     return (operator_name(node), *node.args[3:4], *(facts(s).get("routed", False) for s in tensor_inputs(node)))

@@ -68,7 +68,9 @@ def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
 
 
 def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
-    """Return the calls of three blocks: the block before a deduplicated block, this block, and the block after it.
+    """Return the calls of three blocks: a deduplicated block, and the blocks before and after it.
+
+    The order is that of the graph.
 
     Raises NotDeduplicable if the blocks differ in size or are not adjacent.
     """

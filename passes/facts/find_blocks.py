@@ -100,7 +100,7 @@ def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
 def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
 ) -> _RepeatedRun | None:
-    """Return the block whose copies cover the most operators, and its copies; of equal ones, the smallest block.
+    """Return the block whose copies cover the most operators, and its copies; prefer small blocks.
 
     `start`, `stop`: range of operators to search. Returns None if no block is repeated in the range.
     """

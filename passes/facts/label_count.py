@@ -71,5 +71,5 @@ def _is_count(node: fx.Node) -> bool:
 
 def _why_not(loss: fx.Node) -> str:
     if loss.op == "call_function" and operator_name(loss) == "aten::add":
-        return "the loss has several terms: labels divide only one of them"
+        return "the loss has several terms, and only one of them is divided by the number of labels"
     return "the loss is not a sum over labels divided by their count"

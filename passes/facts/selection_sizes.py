@@ -82,7 +82,10 @@ def _share(node: fx.Node) -> float:
 
 
 def _in_call(trace: Trace, mask: fx.Node) -> float | None:
-    """Return the share of True elements of a mask in the traced call; None if the mask depends on parameters."""
+    """Return the share of True elements of a mask in the traced call.
+
+    None if the mask depends on parameters.
+    """
     if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
         return None
     values = values_in_call(trace, mask, all_rows=True)

@@ -1,4 +1,4 @@
-"""Sequence dimensions of traced values, derived from the input dims that users name (`sequence_dims=`).
+"""Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
 A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a
 sequence dim if its name in the rule is that of an input's sequence dim. A view can merge the sequence with another
@@ -46,7 +46,7 @@ def follow_sequences(trace: Trace, named: Named) -> None:
 
 
 def check_named(trace: Trace, named: Named) -> None:
-    """Raise OptionError if `sequence_dims` names an input that does not exist, or a dim that the input lacks."""
+    """Raise OptionError if `sequence_dims` names an input or a dim that does not exist."""
     nodes = _inputs(trace)
     for name, dim in named.items():
         if name not in nodes:
@@ -100,7 +100,10 @@ def _inputs(trace: Trace) -> dict[str, fx.Node]:
 
 
 def _display_name(node: fx.Node) -> str:
-    """Return the user's name of an input: without the prefix `call.`, which a trace with a loss function adds."""
+    """Return the user's name of an input.
+
+    A trace with a loss function adds the prefix `call.`, which is removed.
+    """
     return facts(node)["input_name"].removeprefix("call.")
 
 

@@ -61,7 +61,9 @@ _KINDS: Mapping[Cuts, frozenset[str]] = {
 
 
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str = "") -> tuple[Strategy, ...]:
-    """Return all strategies of `node` on an axis of `num_shards` ranks. The first one replicates everything.
+    """Return all strategies of `node` on an axis of `num_shards` ranks.
+
+    The first one replicates everything.
 
     Args:
         kinds: kinds of atoms (indivisible factors of dims) that can be sharded (`FEATURE`, ...).

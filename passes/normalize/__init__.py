@@ -1,4 +1,4 @@
-"""Passes that rewrite a traced graph with fewer kinds of operators, so that few sharding rules are needed.
+"""Passes that rewrite a traced graph with fewer kinds of operators, so that few rules are needed.
 
 No pass changes what the graph computes. `PASSES` maps names to passes, for `Pass.parse`.
 """

@@ -30,7 +30,9 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -
 def _multilabel_margin_loss(
     logits: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss of each sample, its mean (`reduction` 1) or its sum (2), and the mask of target classes.
+    """Compute the loss and the mask of target classes.
+
+    The loss is that of each sample, its mean (`reduction` 1) or its sum (`reduction` 2).
 
     Torch's decomposition counts the entries of `target` after the first -1 as class 0.
     """
@@ -57,7 +59,7 @@ _FORMULAS: Mapping[Any, Callable[..., Any]] = {
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
-    """Decompose operators that depend on a parameter and have no sharding rule, with torch's decompositions.
+    """Decompose operators that depend on a parameter and have no rule, with torch's decompositions.
 
     Args:
         depth: number of times that the operators of a decomposition are decomposed again.
@@ -168,7 +170,10 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if another tensor may share the node's memory: the node is an input or a view, or has a view."""
+    """Return True if another tensor may share the node's memory.
+
+    The node is then an input or a view, or has a view.
+    """
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)
 

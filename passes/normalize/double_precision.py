@@ -68,7 +68,10 @@ def _lift_value(node: fx.Node) -> None:
 
 
 def _lift_casts(node: fx.Node) -> set[torch.dtype]:
-    """Replace the dtype arguments of a call (such as the target of a cast) by float64. Return the original dtypes."""
+    """Replace the dtype arguments of a call (such as the target of a cast) by float64.
+
+    Return the original dtypes.
+    """
     asked: set[torch.dtype] = set()
 
     def lift(argument: Any) -> Any:
@@ -107,7 +110,7 @@ def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Upcast the remaining float32 operands of a call to float64, if all operands were traced in one precision.
+    """Upcast the remaining float32 operands of a call, if all operands were traced in one precision.
 
     These operands depend on no input (`zeros`, position ids).
     """

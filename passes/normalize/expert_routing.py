@@ -1,4 +1,4 @@
-"""Mixtures of experts with explicit dispatch of tokens to experts, and combination of the experts' outputs.
+"""Mixtures of experts with explicit dispatch of tokens, and combination of the experts' outputs.
 
 Between `to_experts` and `from_experts` every operator works on each token independently. So a rank can hold only the
 tokens of its local experts (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a capacity limit: Gale
@@ -53,7 +53,7 @@ def _is_looked_up(node: Any) -> bool:
 
 
 def rows_to_experts(graph: fx.Graph) -> Any:
-    """Insert a dispatch (`to_experts`) before the experts' products and a combine (`from_experts`) after them.
+    """Insert a dispatch (`to_experts`) before the experts and a combine (`from_experts`) after them.
 
     Operators that work on each token independently stay between dispatch and combine.
     """
@@ -155,7 +155,7 @@ def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _summed(node: fx.Node, used: fx.Node) -> int:
-    """Return the number of experts per token if `node` is a view whose only consumer sums over the experts; else 0."""
+    """Return the number of experts per token if the only user of view `node` sums over them; else 0."""
     if short_name(node) != "reshape" or len(node.users) != 1 or len(shape(node)) != len(shape(used)) + 1:
         return 0
     total, (tokens, times, *rest) = next(iter(node.users)), shape(node)

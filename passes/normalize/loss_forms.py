@@ -49,7 +49,7 @@ def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return the slice that drops the last token's logits, and the views and casts after the slice, last first.
+    """Return the slice that drops the last token's logits, and the views after it, last first.
 
     A view is a reshape to [tokens, classes], or a transpose. Returns None in place of the slice if `node` does not
     come from such a slice.

@@ -1,7 +1,7 @@
 """Rewrites of random operators, so that they do not depend on values of the model.
 
 A random operator can then run for the global batch, in the model's order and on the model's generator. The numbers
-that it generates depend on operator, shape, dtype and memory layout, so the rewrites change none of these.
+that it generates depend on operator, shape, dtype and memory layout, so the rewrites keep all four.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Sorted:
-    """Values between a sort by expert and the inverse sort, with the equivalent of each value in token order.
+    """Values between a sort by expert and the inverse sort, and equivalent values in token order.
 
     Attributes:
         own: {value in sorted order: equivalent value in token order}.
@@ -149,7 +149,10 @@ class _Sorted:
         return True
 
     def _alone(self, node: fx.Node) -> bool:
-        """Rewrite a token-wise operator to work in token order. Return False if the operator is not token-wise."""
+        """Rewrite a token-wise operator to work in token order.
+
+        Return False if the operator is not token-wise.
+        """
         if node.target is operator.getitem:
             if node.args[0] not in self.own:
                 return False

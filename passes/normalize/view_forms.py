@@ -59,7 +59,7 @@ def contiguous_operands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes through which a gradient flows to a parameter, or to an input that needs a gradient."""
+    """Return the nodes through which a gradient flows to a parameter or an input."""
     with_gradient: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -92,7 +92,9 @@ def positional_arguments(graph: fx.Graph) -> None:
 
 @on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite operators that use only the shape or dtype of an operand. The new operators do not use the operand.
+    """Rewrite operators that use only the shape or dtype of an operand.
+
+    The new operators do not use the operand.
 
     `view_as`, `expand_as` and `type_as` become calls with a constant shape or dtype. `copy(a, b)`, the functional form
     of a write to `a`, becomes `b` in the dtype and shape of `a`.

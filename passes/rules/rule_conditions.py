@@ -1,4 +1,7 @@
-"""Conditions on the arguments of a call. A rule with a condition (`Rule.when`) holds only for calls that meet it."""
+"""Conditions on the arguments of a call.
+
+A rule with a condition (`Rule.when`) holds only for calls that meet it.
+"""
 
 from __future__ import annotations
 

@@ -219,7 +219,10 @@ def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str])
 
 
 def _section_arguments(source: Placement, target: Placement) -> tuple[list[int], ...]:
-    """Return the sections of both placements, for an all-to-all; empty unless one of the placements is zigzag."""
+    """Return the sections of both placements, for an all-to-all.
+
+    Empty unless one of the placements is zigzag.
+    """
     return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
 
 

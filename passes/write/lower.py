@@ -330,7 +330,7 @@ class _Writer:
         raise InputError(
             f"the input {facts(node)['input_name']} needs a gradient",
             why=f"no gradient is returned through {through}",
-            hint=f"{facts(node)['input_name']}.detach(), or a mesh without pp and microbatches=1",
+            hint=f"{facts(node)['input_name']}.detach(); or microbatches=1 and a mesh without pp",
         )
 
     # Values that depend only on the inputs
@@ -379,7 +379,10 @@ class _Writer:
         return placeholder
 
     def _in_prologue(self, node: fx.Node, stage: StageDraft) -> fx.Node:
-        """Return the node of a full value in the stage's prologue. Add the node and its inputs if they are missing."""
+        """Return the node of a full value in the stage's prologue.
+
+        Add the node and its inputs if they are missing.
+        """
         if node not in stage.whole:
             if node.op == "get_attr":
                 whole = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)

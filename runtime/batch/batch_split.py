@@ -78,7 +78,7 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
-    """Merge one output of all microbatches: concatenate shards, add partial sums, or take one of equal values."""
+    """Merge one output of all microbatches: concatenate shards, add partial sums, or take one."""
     return _merge(values, layout.get(MICROBATCH_AXIS, R), program.data_parallel_size)
 
 

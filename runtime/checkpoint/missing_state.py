@@ -52,7 +52,7 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
 
 def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Return two prefixes of an optimizer state key: the prefix of the optimizer and the prefix of the parameter.
+    """Return two prefixes of an optimizer state key: the optimizer's and the parameter's.
 
     For example, `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
     """

@@ -225,7 +225,7 @@ def connect_checkpoints() -> None:
 
 
 def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
-    """Return the shard offsets of a `ShardTensor`, or of a plain tensor that was pickled as one; else None."""
+    """Return the shard offsets of a `ShardTensor`, or of a plain tensor pickled as one; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)

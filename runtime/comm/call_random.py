@@ -57,7 +57,7 @@ def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
 
 
 def check_exact(program: Program, device: torch.device) -> None:
-    """Raise OptionError if `rng="exact"` is set and this device cannot reproduce the numbers of a random operator."""
+    """Raise OptionError if `rng="exact"` is set and this device cannot reproduce a random operator."""
     for node in program.drawn if program.draws == "exact" else ():
         if why := inexact(node, device):
             raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")
@@ -86,12 +86,12 @@ def check_same_state(program: Program, process: Process) -> None:
     if extremes.sum() != 0:
         raise RuntimeSetupError(
             "the ranks' random generators are not in the same state",
-            why="with rng='exact' every rank draws the numbers of the whole batch itself",
+            why="with rng='exact' every rank draws the random numbers of the global batch",
             hint="torch.manual_seed(0) on every rank, and no random draws on single ranks afterwards; or rng='fast'",
         )
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """Derive from `seeds` the seed of random numbers that are generated once per call, not once per microbatch."""
+    """Derive a seed from `seeds`, for random numbers that are generated once per call."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

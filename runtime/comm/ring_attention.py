@@ -21,7 +21,10 @@ from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.ops.masked_attention import runs_of
 from autopart.runtime.comm.watchdog import watching
 
-_NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'context="ulysses" or context="gather"')
+_NOT_TWICE = (
+    "its backward exchanges tensors between ranks, and this exchange cannot be differentiated",
+    'context="ulysses" or context="gather"',
+)
 
 
 class _Rotation:

@@ -40,7 +40,7 @@ _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths(
 
 
 def place_in_stack(thread: int, in_call: bool) -> str:
-    """Describe the position of a thread: in a stage graph if it is in a call of the model, else in user code."""
+    """Describe where a thread is: in a stage graph during a call of the model, else in user code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
     return (_ours(frames) if in_call else "") or _users(frames)
@@ -72,7 +72,10 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """Describe the innermost frame that runs a stage graph or autopart's code; "" if there is no such frame."""
+    """Describe the innermost frame that runs a stage graph or autopart's code.
+
+    "" if there is no such frame.
+    """
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):

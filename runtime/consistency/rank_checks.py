@@ -142,9 +142,9 @@ def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None
     if group.rank() == 0:
         more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
         warnings.warn(
-            f"the ranks begin with different weights: '{first}' of {ranks_text(others, group)} is not that of "
-            f"{ranks_text([0], group)}{more}. All take those of {ranks_text([0], group)}. Call torch.manual_seed(0) on "
-            "every rank before the model is made, or load one checkpoint on all.",
+            f"the ranks begin with different weights: '{first}' of {ranks_text(others, group)} differs from that of "
+            f"{ranks_text([0], group)}{more}. All ranks take the weights of {ranks_text([0], group)}. "
+            "Call torch.manual_seed(0) on every rank before the model is made, or load one checkpoint on all.",
             stacklevel=2,
         )
 

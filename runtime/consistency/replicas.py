@@ -184,7 +184,10 @@ class Replicas:
     def _drifted(
         self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: dist.ProcessGroup
     ) -> list[Drifted]:
-        """Return the parameters whose replicas differ, in the program's order. The result is equal on all ranks."""
+        """Return the parameters whose replicas differ, in the program's order.
+
+        The result is equal on all ranks.
+        """
         facts = {name: (number, tuple(parameters[name].shape), parameters[name].dtype) for name, number in mine.items()}
         everyones = gather_objects((self.process.rank, facts), group)
         place = {rank: index for index, (rank, _) in enumerate(everyones)}
@@ -281,7 +284,7 @@ def _warn(differences: Sequence[ReplicaDifference], moment: str, group: dist.Pro
     warnings.warn(
         f"before {moment} the replicas of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
         f"{first.difference:.1g}{f', and those of {others} more' if others else ''}. This is rounding; all ranks take "
-        "the first rank's values. Sums in a varying order cause it, such as atomics on a GPU: "
+        "the first rank's values. Additions in varying order cause it, such as atomics on a GPU: "
         "torch.use_deterministic_algorithms(True).",
         stacklevel=2,
     )

@@ -96,12 +96,15 @@ class GradientSync:
     # --- State
 
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Average values over the data ranks if these have different weights; else return the values unchanged."""
+        """Average values over the data ranks if their weights differ; else return the values unchanged."""
         return dict(values)
 
 
 def sync_for(program: Program, current: GradientSync) -> GradientSync:
-    """Return the synchronisation for a program: `current`, or a new one if a parameter has a `dp_sync` method."""
+    """Return the synchronisation for a program: a new one if a parameter has a `dp_sync` method.
+
+    Otherwise returns `current`.
+    """
     has_method = any(stored.method is not None for stored in program.parameters.values())
     return with_methods(current) if has_method else current
 

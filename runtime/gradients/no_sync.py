@@ -147,7 +147,10 @@ def sharded_error(program: Program) -> UsageError | None:
 
 
 def check_reduced(process: Process, call: str) -> None:
-    """Raise UsageError on every rank if gradients are unreduced. `call`: name of the caller, for the message."""
+    """Raise UsageError on every rank if gradients are unreduced.
+
+    `call`: name of the caller, for the message.
+    """
     if process.unreduced:
         raise UsageError(
             f"{call} needs gradients that are reduced over the ranks",

@@ -87,7 +87,10 @@ class Pending:
     needs_buffer: bool = True
 
     def advance(self) -> None:
-        """Wait for the collective in flight, and launch the next collective of the reduction. Both may be missing."""
+        """Wait for the collective in flight, and launch the next collective of the reduction.
+
+        Both may be missing.
+        """
         if self.reduction is None:
             return
         try:

@@ -49,7 +49,10 @@ class AllReduceGroup:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Group tensors into buckets. Only tensors whose gradients are partial sums over mesh axes are included."""
+    """Group tensors into buckets.
+
+    Only tensors whose gradients are partial sums over mesh axes are included.
+    """
     axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
     return [AllReduceGroup(names, axes=axes[names[0]]) for names in bucket_by_kind(partial, axes, bucket_bytes)]
@@ -157,7 +160,9 @@ def all_reduced_names(tensors: Mapping[str, Tensor], program: Program, stage_sty
 
 
 def create_reduce_groups(program: Program, process: Process) -> None:
-    """Create process groups of flattened axes. Create second groups for reductions that overlap with compute.
+    """Create process groups of flattened axes.
+
+    Create second groups for reductions that overlap with compute.
 
     Every rank must call this with the same program.
     """

@@ -26,7 +26,9 @@ _LARGE = 2**24
 def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """Rewrite a stage for masks that depend on no input: the stage uses their structure and does not compute them.
+    """Rewrite a stage so that it uses the structure of masks that depend on no input.
+
+    The stage does not compute these masks any more.
 
     Returns the stage, and the names of these masks, which later calls need not inspect.
     """

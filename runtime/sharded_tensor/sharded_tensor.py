@@ -244,7 +244,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError under `pp` if a scalar computed from one parameter is combined with another parameter."""
+    """Raise UsageError under `pp` if a scalar computed from one parameter meets another parameter."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -304,7 +304,6 @@ def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def _full(value: Any) -> Any:
-    """Gather a sharded tensor. Return any other value unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     return value.spec.gather(value.as_subclass(Tensor))
@@ -447,7 +446,7 @@ def _is_of_stage(spec: ShardSpec) -> bool:
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark a result as computed from this parameter, so that a later reduction over the result can be rejected."""
+    """Mark a result as computed from this parameter, to reject a later reduction over the result."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 
@@ -469,7 +468,7 @@ def _warn_of_random_numbers(spec: ShardSpec) -> None:
 
 
 def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Draw a random tensor of the full shape (`randn_like`), as a single device does. Return this rank's shard."""
+    """Draw a random tensor of the full shape (`randn_like`), and return this rank's shard."""
     spec = args[0].spec
     like = args[0].as_subclass(Tensor).detach().new_empty(spec.shape)
     drawn = func(like, *args[1:], **kwargs)

@@ -88,7 +88,7 @@ _HOMES: Any = WeakIdKeyDictionary()
 
 
 def register_shard(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
-    """Register the shard info of a local parameter, unless another partitioned module has registered it already."""
+    """Register the shard info of a local parameter, unless it is registered already."""
     if parameter not in _HOMES:
         _HOMES[parameter] = make_shard_info(name, program, process, stage_style)
 

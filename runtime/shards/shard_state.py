@@ -169,7 +169,10 @@ def broadcast_from(
 def names_with_gradient(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
-    """Return the names of parameters that have a gradient on the owner rank. The result is equal on every rank."""
+    """Return the names of parameters that have a gradient on the owner rank.
+
+    The result is equal on every rank.
+    """
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
     for index, name in enumerate(names):

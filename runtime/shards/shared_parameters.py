@@ -21,7 +21,7 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _SharedShard:
-    """This rank's shard of an original parameter, with the shard's layout, as `parallelize(model)` created it.
+    """This rank's shard of an original parameter, and its layout, as `parallelize(model)` made it.
 
     Attributes:
         kind: class name of the model.
@@ -121,8 +121,9 @@ class OriginalParams:
                     self._versions[name] = of, full._version, is_equal
                     continue
                 warnings.warn(
-                    f"the model's own '{name}' was changed after autopart had copied it, and the partitioned one was "
-                    "not. Give the optimizer the parameters of what parallelize() returned. Load weights before. "
+                    f"the model's own '{name}' was changed after autopart had copied it, and the partitioned "
+                    "model was not. Pass the optimizer the parameters of the partitioned model. Load weights before "
+                    "parallelize(). "
                     "Parallelize the module that contains all users of this parameter.", stacklevel=4,
                 )  # fmt: skip
                 self._versions = {}

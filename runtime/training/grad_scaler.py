@@ -67,7 +67,9 @@ def patch_grad_scaler() -> None:
 def _unscale(
     original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
 ) -> dict[torch.device, Tensor]:
-    """Divide an optimizer's gradients by the scale. Return {device: 1.0 if a gradient was not finite, else 0.0}.
+    """Divide an optimizer's gradients by the scale.
+
+    Return {device: 1.0 if a gradient was not finite, else 0.0}.
 
     A collective call if the optimizer has parameters of a partitioned model. `original` is torch's function.
     """

@@ -1,4 +1,6 @@
-"""Gradient norm of a partitioned model. Every element counts once; the result is bitwise identical on every rank.
+"""Gradient norm of a partitioned model.
+
+Every element counts once; the result is bitwise identical on every rank.
 
 Each rank computes the norm of the shards that it owns (`shard_owners.py`). The ranks exchange these norms, and each
 rank combines the same numbers in the same order. Calls of `torch.nn.utils` whose lists contain tensors of a

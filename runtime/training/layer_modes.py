@@ -1,4 +1,7 @@
-"""Train or eval mode, and plain attributes, of a partitioned model's layers. Ranks compare these settings."""
+"""Train or eval mode, and plain attributes, of a partitioned model's layers.
+
+Ranks compare these settings.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class LayerModes:
         return self.source.model.get_submodule(path)
 
     def accepts(self, path: str, name: str, value: Any) -> bool:
-        """Return True if a user may set an attribute: the layer has the attribute, and old and new value are plain."""
+        """Return True if the layer has this attribute, and its old and new value are plain."""
         layer = self.layer(path)
         static = vars(layer).get(name, inspect.getattr_static(type(layer), name, _MISSING))
         return is_plain(value) and is_plain(static)

@@ -1,4 +1,4 @@
-"""Modules that represent a model and its layers, with the classes, modes and attributes of the original layers."""
+"""Modules that represent a model and its layers, with their classes, modes and attributes."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ OF_THE_MODEL = {
 
 @cache
 def patch_optimizers() -> None:
-    """Make optimizers that cannot train shards raise OptionError at their first step on a partitioned model."""
+    """Make optimizers that cannot train shards raise OptionError at their first step on shards."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
     for name in ELEMENTWISE:
         step_on_shards(getattr(torch.optim, name))

@@ -73,7 +73,9 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a model's constructor from the current state of torch's CPU generator. Afterwards the state is restored.
+    """Runs a model's constructor from the current state of torch's CPU generator.
+
+    Afterwards the state is restored.
 
     Args:
         draws_matter: random values in buffers must equal those of a run on one device.
@@ -213,7 +215,7 @@ class _OneAtATime(TorchDispatchMode):
                 fills = name in _FILLS and tensor is args[0] and not any(tensor is other for other in tensors[1:])
                 is_full = tensor.numel() == self._tracked[key].parameter.numel()
                 if key not in self._open and not (fills and is_full):
-                    self.problem = f"its constructor returns to a parameter of {list(tensor.shape)} ({name})"
+                    self.problem = f"its constructor uses an earlier parameter of {list(tensor.shape)} again ({name})"
                     raise ReadsEarlier
             self._use(list(used))
         return func(*args, **(kwargs or {}))

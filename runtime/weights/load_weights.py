@@ -87,8 +87,7 @@ class Weights:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """Return the user's model, and the name of the parameter `name` in it; None if the user has deleted the model.
-        """
+        """Return the user's model and its parameter `name`; None if the user has deleted the model."""
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
@@ -200,7 +199,9 @@ class Checkpoint:
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
-        """Record the file tensor of each tensor of the model. The files may have a tied tensor under any of its names.
+        """Record the file tensor of each tensor of the model.
+
+        The files may have a tied tensor under any of its names.
 
         Returns the names of tensors that the files lack.
         """
@@ -256,7 +257,7 @@ def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _misfits(name: str, tensor: LazyTensor, expected: Tensor) -> Iterator[str]:
-    """Yield a text for each tensor of the files with another shape than in the model, or with an incompatible dtype."""
+    """Yield a text for each tensor of the files whose shape or dtype does not fit the model."""
     if tensor.shape != tuple(expected.shape):
         yield f"'{name}' is {list(tensor.shape)}, in the model {list(expected.shape)}"
     elif tensor.dtype != expected.dtype and not {tensor.dtype, expected.dtype} <= FLOATS:
@@ -297,7 +298,11 @@ def _is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[str]:
     name = type(model).__name__
-    return [f"{name} has no place for some of the checkpoint at {path}, left out: {listing(extra)}."] if extra else []
+    return (
+        [f"{name} lacks some tensors of the checkpoint at {path}, which are not loaded: {listing(extra)}."]
+        if extra
+        else []
+    )
 
 
 def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Module:

@@ -29,7 +29,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
-    """Return {name in the model's state dict: lazy tensor}, and a list of checkpoint names that the model lacks.
+    """Return {name in the model's state dict: lazy tensor}, and checkpoint names that it lacks.
 
     Raises CheckpointError if a conversion changes values instead of only moving elements.
     """

@@ -250,7 +250,7 @@ class Fused(Attention):
 
 REFUSED = {
     ("cp2", "ring"): """create_graph=True with ring attention
-  why    what comes by in its backward has no gradient of its own
+  why    its backward exchanges tensors between ranks, and this exchange cannot be differentiated
   try    context="ulysses" or context="gather\"""",
     ("dp2", "dp_sync"): """create_graph=True with dp_sync='top_k:0.5'
   why    ranks synchronise gradients when a backward has ended, and that has no derivative

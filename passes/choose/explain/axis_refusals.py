@@ -36,7 +36,7 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
         return []
     named = ",".join(axes)
     return [
-        f"{named}: experts that a loop runs one by one ({describe(looped[0])} is one) are replicated, and "
+        f"{named}: experts that a loop runs one by one (such as {describe(looped[0])}) are replicated, and "
         f"their tokens are sharded as over dp; {named} shards only experts that are stacks of matrices"
     ]
 

@@ -125,7 +125,7 @@ class Reasons:
         thresholds = [f"{one.method} is faster if a rank has less than {quantity(rate, 'B/s')} {where}"
                 for one, rate in zip(parts, thresholds_per_s, strict=True) if rate is not None]  # fmt: skip
         reason = "; ".join([f"it was requested: {quantity(method_s, 's')} a step on {axis}={ranks}", *thresholds])
-        other = f"{quantity(summed_s, 's')} a step, which the backward hides except for the last bucket"
+        other = f"{quantity(summed_s, 's')} a step, which overlaps with the backward except for the last bucket"
         return Why("dp_sync", str(sync), reason, str(ALL_REDUCE), summed_s - method_s, {str(ALL_REDUCE): other})
 
     def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
@@ -239,7 +239,9 @@ class Reasons:
     def _without(
         self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
-        """Return the cheapest sharding that never converts this value from `source` to `target`; None if there is none.
+        """Return the cheapest sharding that never converts this value from `source` to `target`.
+
+        None if there is none.
         """
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:

@@ -101,7 +101,7 @@ def needs_full_sequence(node: fx.Node, ranks: int) -> bool:
 
 
 def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
-    """Yield a note on the longest sequence whose largest shard is more than 5 % longer than the mean shard."""
+    """Yield a note on the longest sequence if its largest shard is more than 5 % above the mean."""
     excesses = []
     for node, strategy in cuts:
         place = strategy.outputs[0]

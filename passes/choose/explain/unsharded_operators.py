@@ -1,4 +1,7 @@
-"""Operators that every rank runs in full, with reason, cost and remedy. Fraction of FLOPs that each axis shards."""
+"""Operators that every rank runs in full, with reason, cost and remedy.
+
+Fraction of FLOPs that each axis shards.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,10 @@ def unsharded(
 
 
 def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
-    """Return {axis: fraction of the model's matrix FLOPs that the axis shards}; empty without matrix products."""
+    """Return {axis: fraction of the model's matrix FLOPs that the axis shards}.
+
+    Empty without matrix products.
+    """
     flops = {node: matrix_work(node) * weight for node, weight in weighted(active_operators(trace.graph))}
     total = sum(flops.values())
     if not total:
@@ -157,7 +163,10 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _produced_placement(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
-    """Return the placement in which a value is produced; None for a value that does not depend on parameters."""
+    """Return the placement in which a value is produced.
+
+    None for a value that does not depend on parameters.
+    """
     chosen = decisions.strategies[axis]
     if axis in decisions.row_axes:
         return placement(used, chosen)

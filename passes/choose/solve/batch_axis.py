@@ -87,7 +87,7 @@ def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) ->
 
 
 def _shards_selected_elements(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
-    """Return True if a strategy shards a dim of elements that one of these operators has selected by a mask.
+    """Return True if a strategy shards a dim of elements that an operator has selected by a mask.
 
     `selections`: names of operators that select elements by a boolean mask.
     """
@@ -119,7 +119,10 @@ def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_s
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement of a value on the batch axis; None for a value that does not depend on parameters."""
+    """Return the placement of a value on the batch axis.
+
+    None for a value that does not depend on parameters.
+    """
     source, index = source_of(node)
     if facts(source)["role"] == PARAMETER:
         return R_GRAD_P if facts(source)["needs_grad"] else R

@@ -57,7 +57,7 @@ def _non_attention_options(node: fx.Node, options: Sequence[Strategy], axis: str
     if not may_ring and not _multiplies_values(node):
         return list(options)
     if not may_ring or dropout_probability(node):
-        why = "a ring needs scaled_dot_product_attention without dropout, and this is another product"
+        why = "ring attention needs scaled_dot_product_attention without dropout, and this is another operator"
     elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
         why = "this attention has a learned bias, whose gradient would have to circulate too"
     else:

@@ -103,7 +103,7 @@ def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
 def mixtures_on_axis(
     all_mixtures: Sequence[Mixture], cuts: str, names: Set[str], operators: Set[fx.Node] = frozenset()
 ) -> dict[fx.Node | str, int]:  # fmt: skip
-    """Return `{operator or weight of a mixture: number of experts}` for the mixtures whose experts an axis may shard.
+    """Return {operator or weight: number of experts} of the mixtures whose experts an axis may shard.
 
     An expert axis may shard the experts of all mixtures. Another axis may shard only the mixtures that contain one of
     `names` or `operators`.

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AxisConstraints:
-    """Constraints on the axis that is being solved: layout pins, and shardings over axes that are already solved.
+    """Constraints on the axis that is being solved: layout pins, and shardings over solved axes.
 
     Only one axis can shard a dim. Exceptions are experts, and sequences whose length divides over several axes.
 
@@ -73,7 +73,8 @@ class AxisConstraints:
         dims: {parameter: {dim: number of its shards over the solved axes}}.
         ranks: size of this axis.
         context: the option `context=`, which restricts the attention strategies on this axis.
-        stacks: mixtures of experts whose experts this axis may shard (`expert_axes.py`), even if other axes shard them.
+        stacks: mixtures of experts whose experts this axis may shard (`expert_axes.py`), even if other axes shard
+            them.
         before: strategies of each operator on the solved axes, with the sizes of these axes.
     """
 
@@ -257,7 +258,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return the mixtures of experts whose experts an axis may shard, given the pins of parameters and operators."""
+    """Return the mixtures whose experts an axis may shard, given the pins of parameters and operators."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}
@@ -342,7 +343,7 @@ def near_names(name: str, names: Iterable[str]) -> str:
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
-    """Raise OptionError for a pin on an axis that the mesh lacks, or on the pipeline axis, which has no layouts."""
+    """Raise OptionError for a pin on an axis that the mesh lacks, or on the pipeline axis."""
     if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),

@@ -17,7 +17,7 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Sharding of a factor on an axis that is already solved: the operator's strategy, and the size of the axis."""
+    """Sharding of a factor on a solved axis: the operator's strategy, and the size of the axis."""
 
     strategy: Strategy
     ranks: int
@@ -75,7 +75,7 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return the number of sections into which each of the two strategies splits the dim of their common factor.
+    """Return the number of sections into which each of two strategies splits the dim of a factor.
 
     None if no sharded dim consists of this factor alone.
     """

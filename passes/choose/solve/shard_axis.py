@@ -189,7 +189,7 @@ def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
     fixed: Mapping[fx.Node, Strategy], pinned: AxisConstraints = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """Return the cheapest strategies that fit the stored parameters and the fixed strategies of some operators.
+    """Return the cheapest strategies that fit stored parameters and the fixed strategies `fixed`.
 
     If all fixed strategies keep values replicated between matrix products, the other strategies do so too.
 
@@ -246,7 +246,7 @@ class ShardingProblem:
         return replace(self, pinned=replace(pinned, **known))
 
     def sharing_costs(self, shared: Sharding) -> float:
-        """Return the relative saving if the first and last repeated blocks could have other layouts than the rest."""
+        """Return the relative saving if the first and last repeated blocks could have other layouts."""
         saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # smaller savings come from tie-breaking
 

@@ -394,7 +394,10 @@ def _flops(node: fx.Node) -> int:
 
 
 def _weight_bytes(node: fx.Node) -> int:
-    """Return the bytes of the weights that a matrix product or an embedding look-up uses; 0 for other operators."""
+    """Return the bytes of the weights that a matrix product or an embedding look-up uses.
+
+    0 for other operators.
+    """
     pattern = facts(node).get("pattern")
     if pattern is None or not (pattern.flops or pattern.lookup):
         return 0

@@ -86,7 +86,7 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 
 
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
-    """Return the operators that a name with `*` matches, as {tuple of the texts that the `*` match: operator indices}.
+    """Return {texts that the `*` in a name match: indices of the operators that the name matches}.
 
     For example, `layers.*` gives the indices of layer 3 under the key `("3",)`.
     """

@@ -59,7 +59,7 @@ class Storage:
         return next(((axis, place) for axis, place in places if place is not None), None)
 
     def over(self, others: Layout) -> tuple[str, ...]:
-        """Return the flattened axes over which a parameter can be stored sharded, the one with most ranks first.
+        """Return the flattened axes over which a parameter can be stored sharded, most ranks first.
 
         `others`: layout of the parameter on the other axes.
         """
@@ -90,7 +90,10 @@ class Storage:
 
 
 def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
-    """Return the placement that shards the first divisible dim that no other axis shards; None if there is none."""
+    """Return the placement that shards the first divisible dim that no other axis shards.
+
+    None if there is none.
+    """
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
     return next(map(shard, fits), None)

@@ -59,7 +59,9 @@ def embedding(call: LocalCall) -> fx.Node | None:
 
 
 def cross_entropy(call: LocalCall) -> fx.Node | None:
-    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019); return None if classes are not sharded.
+    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019).
+
+    Return None if classes are not sharded.
 
     It needs three all-reduces of one number per token (maximum, sum of exponentials, logit of the label) and never
     gathers the logits.
@@ -115,7 +117,10 @@ def to_experts(call: LocalCall) -> fx.Node | None:
 
 
 def from_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the combine: each token gets the sum of its experts' outputs. Return None if experts are not sharded."""
+    """Emit the combine: each token gets the sum of its experts' outputs.
+
+    Return None if experts are not sharded.
+    """
     axes = _dispatch_axes(call, {axis: strategy.inputs[0] for axis, strategy in call.strategies.items()})
     x, expert, times, num_experts = call.args[:4]
     if not axes.all_to_all:
@@ -133,7 +138,7 @@ def from_experts(call: LocalCall) -> fx.Node | None:
 
 
 class _DispatchAxes(NamedTuple):
-    """Flattened mesh axes over which experts are sharded, divided by how a rank gets the rows of its experts.
+    """Flattened mesh axes over which experts are sharded, in two groups.
 
     Args:
         all_to_all: axes over which an all-to-all sends each row to the rank of its expert; "" for none.
