@@ -129,7 +129,7 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
 def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
     """Return a comparison key of a function: its code, defaults and closure.
 
-    So a lambda that is defined again in every step keeps its key.
+    A lambda that is defined again in every step has one key.
     """
     if isinstance(function, types.MethodType):
         return _function_key(function.__func__, numbers), Same(function.__self__)

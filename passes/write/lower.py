@@ -461,7 +461,7 @@ class _Writer:
     def _first_possible_stage(self, source: fx.Node) -> int:
         """Return the first stage that can compute a value.
 
-        This is the last of the stages that read the parameters on which the value depends.
+        Each parameter on which the value depends is read on this stage or on an earlier one.
         """
         readers = self._readers()
         made_of = {source, *nx.descendants(reads(self.trace.graph), source)}

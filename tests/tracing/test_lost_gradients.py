@@ -157,7 +157,9 @@ def test_a_checkpoint_of_a_part_is_not_kept_and_the_plan_says_so() -> None:
     model, x = built("part")
     plan = autopart.plan(model, "tp2", example_args=(x,))
     assert plan.recompute == "none"
-    assert [n for n in plan.notes if n.startswith("autopart ignores the model's own checkpoints of h.0.up, h.1.up, h.2.up")]
+    assert [
+        n for n in plan.notes if n.startswith("autopart ignores the model's own checkpoints of h.0.up, h.1.up, h.2.up")
+    ]
 
 
 def test_the_users_own_model_still_checkpoints_after_a_trace() -> None:

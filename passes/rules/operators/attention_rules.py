@@ -11,7 +11,9 @@ from autopart.passes.rules.local_forms import LocalCall
 
 
 def ring(call: LocalCall) -> fx.Node | None:
-    """Emit ring attention; None unless queries, keys and values are sharded equally along the sequence.
+    """Emit ring attention if queries, keys and values are sharded equally along the sequence.
+
+    Returns None otherwise.
 
     In each step of the ring, the local queries attend to the keys of one rank.
     """
