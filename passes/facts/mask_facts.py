@@ -84,9 +84,10 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
     depends on a tensor without values (on meta), is random, or is too large.
     """
     known, nodes = _available_values(trace), ancestors_of([node])
-    if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
-        return _CallValues(trace, nodes, known, all_rows).of(node)
-    return None
+    if not all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
+        return None
+    found = None if all_rows else _CallValues(trace, nodes, known, all_rows).of(node)
+    return _CallValues(trace, nodes, known, True).of(node) if found is None else found
 
 
 def mask_notes(trace: Trace) -> list[str]:
@@ -135,15 +136,20 @@ class _CallValues:
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """Return the value of a node.
 
+<<<<<<< HEAD
         Returns None if the value, or a value that it depends on, is too large. Returns None too if an operator fails
         because equal samples were left out.
+=======
+        Returns None if this value or one of its ancestors is too large, if an operator fails because equal samples were
+        left out, or if several dims of a value seem to be the batch (`arange(8)` as rows and as positions).
+>>>>>>> main
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
             if node in self.given:
                 values[node] = self._of_rows(node, self.given[node].to(cpu))
                 continue
-            if self._elements(node) > _LARGEST:
+            if self._elements(node) > _LARGEST or (len(self._row_dims(node)) > 1 and len(self.rows) < self.size):
                 return None
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
