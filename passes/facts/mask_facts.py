@@ -136,13 +136,9 @@ class _CallValues:
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """Return the value of a node.
 
-<<<<<<< HEAD
         Returns None if the value, or a value that it depends on, is too large. Returns None too if an operator fails
-        because equal samples were left out.
-=======
-        Returns None if this value or one of its ancestors is too large, if an operator fails because equal samples were
-        left out, or if several dims of a value seem to be the batch (`arange(8)` as rows and as positions).
->>>>>>> main
+        because equal samples were left out, or if several dims of a value seem to be the batch (such as `arange(8)` as
+        samples and as position ids).
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
@@ -179,7 +175,7 @@ class _CallValues:
 
 
 def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the indices of the samples that differ from all earlier samples in at least one of `values`."""
+    """Return the index of the first sample of each group of samples that are equal in all `values`."""
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
