@@ -65,8 +65,8 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: the line 'a a, a c -> a c' of {MATMUL} cannot be read\n  why    'a a' has 'a' twice\n  try    "
         f"{NOTATION}"),
     "rule: unknown factor": (rule("a b, b c -> a c", sum="b", whole="d"),
-        f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    the "
-        "names of the line"),
+        f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    use "
+        "factor names of the rule's line"),
     "rule: sum not said": (rule("a b, b c -> a c"),
         f"RuleError: the rule of {MATMUL} has no sum=, which does not fit its factors\n  why    some output lacks b; "
         f"sharding "
@@ -81,7 +81,8 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "\n  try    whole='d'"),
     "rule: number of tensors": (rule("a b -> a b"),
         f"RuleError: the line 'a b -> a b' of {MATMUL} has 1 input and 1 output\n  why    the operator is "
-        f"{MATMUL}(Tensor x, Tensor weight) -> Tensor\n  try    one operand for every tensor, in the order of the call"),
+        f"{MATMUL}(Tensor x, Tensor weight) -> Tensor\n  try    one operand for every tensor, in the order of the "
+        "call"),
     "rule: linear": (rule("a b, b c -> a c", sum="b", linear=[[2]]),
         f"RuleError: linear=[[2]] of {MATMUL} names input 2\n  why    the line 'a b, b c -> a c' has 2 inputs and 1 "
         "output; inputs are counted from 0\n  try    linear=[[0]]"),
