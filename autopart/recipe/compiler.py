@@ -376,5 +376,5 @@ def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputErr
     returned = [format_value(o) for o in traced.graph.output_node().args[0] if isinstance(o, fx.Node)]
     return InputError(
         f"loss_fn returns {', '.join(returned)}", why="step() needs a scalar to differentiate",
-        hint="a mean or a sum in loss_fn",
+        hint="return a mean or a sum from loss_fn",
     )  # fmt: skip
