@@ -91,9 +91,9 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """Return a list with the plan's note that counts attention masks by structure, such as `2 causal`.
+    """Return the plan's note that counts attention masks by structure, such as `2 causal`, as a list.
 
-    Empty for a model without attention.
+    The list is empty for a model without attention.
     """
     kinds = Counter[str]()
     for node, weight in weighted(operators(trace.graph)):
@@ -136,8 +136,9 @@ class _CallValues:
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """Return the value of a node.
 
-        Returns None if this value or one of its ancestors is too large, if an operator fails because equal samples were
-        left out, or if several dims of a value seem to be the batch (`arange(8)` as rows and as positions).
+        Returns None if the value, or a value that it depends on, is too large. Returns None too if an operator fails
+        because equal samples were left out, or if several dims of a value seem to be the batch (such as `arange(8)` as
+        samples and as position ids).
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
@@ -157,7 +158,7 @@ class _CallValues:
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims of a value that are the batch, without dims that merge the batch with another dim."""
+        """Return the batch dims of a value. A dim in which the batch is merged with another dim is left out."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 
