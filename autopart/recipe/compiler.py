@@ -76,6 +76,11 @@ class _Traced:
     plan: Plan | None = None
     derived_from: tuple[CallFamily[_Traced], Sizes] | None = None
 
+    @property
+    def can_be_derived_from(self) -> bool:
+        """True if the call depends on sizes and types only, not on values that Python reads or changes."""
+        return not (self.changed_values or self.trace.value_guards or self.trace.attribute_updates)
+
 
 class Compiler:
     """Compiler of the calls of one model on one mesh: traces each kind of call when it first occurs.
@@ -222,12 +227,7 @@ class Compiler:
 
         A new kind of call is traced. A call of a known kind with new sizes is derived, if that is possible.
         """
-        call = flatten_call(arguments)
-        check_values(call)
-        inference = any(tensor.is_inference() for tensor in call.tensors)
-        if inference and not torch.is_inference_mode_enabled():  # autograd cannot save them
-            arguments, inference = without_inference(arguments), False
-            call = flatten_call(arguments)
+        arguments, call, inference = _flattened(arguments)
         with_outputs = purpose == "step_outputs" and loss_fn is not None
 
         def key_of(numbers: bool, sizes: bool = True) -> Hashable:
@@ -251,7 +251,7 @@ class Compiler:
             traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
             if derived is not None:
                 check_derived(self._write(derived, purpose), self._write(traced, purpose))
-            if not traced.changed_values and not traced.trace.value_guards and not traced.trace.attribute_updates:
+            if traced.can_be_derived_from:
                 family.add(sizes, traced)
             return self._traced.add(key, traced)
 
@@ -293,15 +293,15 @@ class Compiler:
             dims = (dim for tensor in call.trace.call.tensors for dim in range(tensor.dim()))
             return tuple(of_others if dim else of_rows * call.decisions.microbatches for dim in dims)
 
-        return CallFamily(self._write, lambda call: call.trace.size_conditions, num_shards)
+        return CallFamily(
+            self._write, lambda call: call.trace.size_conditions, num_shards, lambda call: call.guards.hold()
+        )
 
     def _derived(self, family: CallFamily[_Traced], sizes: Sizes, purpose: str) -> _Traced | None:
         """Return a call with these sizes, derived from traced calls; None if that is impossible."""
         try:
             program, traced = family.derived(sizes, purpose)
         except NotDerivable:
-            return None
-        if not traced.guards.hold():
             return None
         return replace(traced, programs={purpose: program}, plan=None, derived_from=(family, sizes))
 
@@ -425,6 +425,20 @@ class Compiler:
                 )
             traced.programs[purpose] = replace(program, row_inputs=traced.row_inputs)
         return traced.programs[purpose]
+
+
+def _flattened(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Call, bool]:
+    """Return the arguments of a call, the call, and whether its tensors stay inference tensors.
+
+    Outside of inference mode, inference tensors are replaced, because autograd cannot save them.
+    """
+    call = flatten_call(arguments)
+    check_values(call)
+    inference = any(tensor.is_inference() for tensor in call.tensors)
+    if inference and not torch.is_inference_mode_enabled():
+        arguments, inference = without_inference(arguments), False
+        call = flatten_call(arguments)
+    return arguments, call, inference
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:

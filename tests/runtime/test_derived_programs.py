@@ -1,7 +1,6 @@
 """Programs for new sequence lengths and batch sizes, derived from traced calls with other sizes."""
 
 import copy
-from fractions import Fraction
 from unittest import mock
 
 import dist
@@ -25,14 +24,13 @@ from autopart.tracing.python.size_conditions import TracedSize, traced_sizes
 @pytest.mark.parametrize(("sizes", "values", "formula"), [
     ([(64,), (96,)], (64, 96), ((0,), 1, 0)),
     ([(64,), (96,)], (512, 768), ((0,), 8, 0)),
-    ([(64,), (96,)], (32, 48), ((0,), Fraction(1, 2), 0)),
+    ([(64,), (96,)], (32, 48), ((0,), 1, 0, 2)),
     ([(64,), (96,)], (64**2, 96**2), ((0, 0), 1, 0)),
     ([(64,), (96,), (80,)], (65, 97, 81), ((0,), 1, 1)),
     ([(8, 64), (8, 96), (4, 80)], (512, 768, 320), ((0, 1), 1, 0)),
 ])  # fmt: skip
 def test_a_formula_of_an_integer(sizes, values, formula):
-    variables, factor, offset = formula
-    assert fit_integer(values, sizes) == SizeFormula(variables, Fraction(factor), Fraction(offset))
+    assert fit_integer(values, sizes) == SizeFormula(*formula)
 
 
 @pytest.mark.parametrize(("sizes", "values"), [
@@ -147,6 +145,32 @@ def test_two_lengths_that_were_equal_need_a_trace_when_they_differ():
     batches = [{"x": torch.randn(4, n, 4).double(), "y": torch.randn(4, m, 4).double()} for n, m in sizes]
     derived = derived_and_traced(Pair().double(), "dp2", batches)
     assert derived[:2] == [False] * 2 and derived[2:5] == [True, True, False] and derived[-1]
+
+
+class Widened(nn.Module):
+    """Its Python number `extra` becomes an integer of the graph, as a size would."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.extra = nn.Linear(4, 4), 24
+
+    def forward(self, x):
+        return F.pad(self.linear(x), (0, 0, 0, self.extra)).exp().mean()
+
+
+def test_calls_traced_under_other_python_values_are_not_used():
+    model = Widened().double()
+    compiler = Compiler(model, Mesh.parse("dp2"), Options())
+
+    def call(length, extra):
+        model.extra = extra
+        compiler.program((), {"x": torch.randn(8, length, 4).double()}, purpose="step", training=True)
+
+    for length in (24, 48, 36):
+        call(length, length)  # as if `extra` were the length
+    with environment(check=True):
+        for length in (30, 40, 44):
+            call(length, 36)
 
 
 LOOP = [(6, 4), (6, 28), (6, 16), (6, 8), (6, 24), (6, 12), (6, 20)]

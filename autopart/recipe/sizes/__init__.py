@@ -1,1 +1,1 @@
-"""Programs as functions of sizes: a program for new sequence lengths or batch sizes without another trace."""
+"""Programs for new sequence lengths and batch sizes, derived from traced ones."""

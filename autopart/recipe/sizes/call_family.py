@@ -76,40 +76,44 @@ class _Conditions:
 class CallFamily(Generic[Traced]):
     """Traced calls that differ in the sizes of their inputs only.
 
-    A program for other sizes is derived if each size lies between sizes of traced calls whose programs have the same
-    structure. Python code that decides by a size (`if length > 512`) mostly compares it with a limit, so two calls on
-    the same side of the limit have the calls between them on that side as well.
+    A program for other sizes is derived from traced calls with smaller and larger sizes whose graphs have the same
+    structure. Code that decides by a size mostly compares it with a limit, as in `if length > 512`. If two calls are on
+    the same side of the limit, all sizes between theirs are on that side as well.
 
     Args:
         write: returns the program of a traced call for a purpose.
         conditions: returns the decisions by sizes in a traced call.
         num_shards: returns, for each size of a traced call, the number of shards and microbatches into which it may be
             divided. Programs are only derived for sizes that divide by it as those of the traced calls do.
+        holds: returns True if the Python values that a traced call read are unchanged.
+
+    Attributes:
+        reason: why the last call that was asked for could not be derived.
     """
 
     def __init__(
         self, write: Callable[[Traced, str], Program], conditions: Callable[[Traced], Sequence[SizeCondition]],
-        num_shards: Callable[[Traced], Sizes],
+        num_shards: Callable[[Traced], Sizes], holds: Callable[[Traced], bool],
     ):  # fmt: skip
-        self.write, self.conditions, self.num_shards = write, conditions, num_shards
+        self.write, self.conditions, self.num_shards, self.holds = write, conditions, num_shards, holds
+        self.reason = ""
         self.calls: dict[Sizes, Traced] = {}
         self._templates: dict[tuple[str, frozenset[Sizes]], tuple[ProgramTemplate, _Conditions] | NotDerivable] = {}
 
     def add(self, sizes: Sizes, traced: Traced) -> None:
-        """Add a traced call. The `MAX_TRACED` last ones are kept."""
+        """Add a traced call. The oldest is dropped if there are more than `MAX_TRACED`."""
         if len(self.calls) >= MAX_TRACED:
             del self.calls[next(iter(self.calls))]
         self.calls[sizes] = traced
         self._templates.clear()
 
     def neighbours(self, sizes: Sizes) -> Iterator[list[Sizes]]:
-        """Yield sets of traced calls between which a call lies. In each set, few dims vary."""
+        """Yield sets of traced calls whose sizes enclose a call's. In each set, few dims vary."""
         by_dims = defaultdict[frozenset[int], list[Sizes]](list)
-        for call in self.calls:
-            by_dims[
-                frozenset(dim for dim, pair in enumerate(zip(call, sizes, strict=True)) if len({*pair}) > 1)
-            ].append(call)
-        for dims in filter(None, sorted(by_dims, key=len)):
+        for call, traced in self.calls.items():
+            if self.holds(traced):
+                by_dims[frozenset(dim for dim, size in enumerate(call) if size != sizes[dim])].append(call)
+        for dims in sorted(filter(None, by_dims), key=len):
             calls = [call for found, others in by_dims.items() if found <= dims for call in others]
             if all(min(c[dim] for c in calls) <= sizes[dim] <= max(c[dim] for c in calls) for dim in dims):
                 shards = self.num_shards(self.calls[calls[0]])
@@ -142,6 +146,7 @@ class CallFamily(Generic[Traced]):
                 return template.at(values), self.calls[calls[0]]
             except NotDerivable as reason:
                 error = reason
+        self.reason = str(error)
         raise error
 
     def _template(

@@ -16,7 +16,7 @@ Fitted = Callable[[Sizes, Callable[[fx.Node], fx.Node]], Any]
 
 
 def fit(values: Sequence[Any], sizes: Sequence[Sizes], numbers: Sequence[Any]) -> Fitted | None:
-    """Return a value as a function of the sizes, given its value in each trace; None if it is equal in all traces.
+    """Return a value as a function of the sizes; None if it is equal in all traces.
 
     Integers become formulas. Tuples, lists, dicts and dataclasses are fitted entry by entry, tensors without values by
     their shapes and strides.
@@ -51,7 +51,7 @@ def fit(values: Sequence[Any], sizes: Sequence[Sizes], numbers: Sequence[Any]) -
         build = (lambda entries: kind(*entries.values())) if hasattr(first, "_fields") else (
             lambda entries: kind(entries.values()))  # fmt: skip
         return _entries(dict(enumerate(first)), parts, build)
-    if dataclasses.is_dataclass(first) and not all(value == first for value in values):
+    if dataclasses.is_dataclass(first) and not isinstance(first, type) and not all(value == first for value in values):
         known = {field.name: getattr(first, field.name) for field in dataclasses.fields(first)}
         parts = {name: fit([getattr(value, name) for value in values], sizes, numbers) for name in known}
         return _entries(known, parts, lambda entries: dataclasses.replace(first, **entries))

@@ -18,25 +18,27 @@ class NotDerivable(Exception):
 
 @dataclass(frozen=True)
 class SizeFormula:
-    """Formula `factor * product(sizes[v] for v in variables) + offset`.
+    """Formula `(factor * product(sizes[v] for v in variables) + offset) / divisor`.
 
-    >>> SizeFormula((0, 1), Fraction(1, 2), Fraction(0)).at((8, 77))
+    >>> SizeFormula((0, 1), 1, 0, divisor=2).at((8, 77))
     308
     """
 
     variables: tuple[int, ...]
-    factor: Fraction
-    offset: Fraction
+    factor: int
+    offset: int
+    divisor: int = 1
 
     def at(self, sizes: Sizes) -> int:
         """Return the value for these sizes.
 
         Raises NotDerivable if it is no integer: the sizes do not divide as the traced ones do.
         """
-        number = self.factor * math.prod(sizes[variable] for variable in self.variables) + self.offset
-        if number.denominator != 1:
-            raise NotDerivable(f"a size is {number} for {sizes}")
-        return number.numerator
+        product = math.prod(sizes[variable] for variable in self.variables)
+        number, rest = divmod(self.factor * product + self.offset, self.divisor)
+        if rest:
+            raise NotDerivable(f"a size is {number} + {rest}/{self.divisor} for {sizes}")
+        return number
 
 
 def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
@@ -61,7 +63,8 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
         factor = Fraction(high - low, second - first)
         offset = low - factor * first
         if all(factor * product + offset == value for product, value in known.items()):
-            found = SizeFormula(variables, factor, offset)
+            divisor = math.lcm(factor.denominator, offset.denominator)
+            found = SizeFormula(variables, int(factor * divisor), int(offset * divisor), divisor)
             if not offset:
                 without_offset.append(found)
             elif len(known) > 2:

@@ -1,4 +1,4 @@
-"""Decisions that a model's Python makes by sizes of tensors: comparisons, remainders, integer divisions.
+"""Decisions by sizes of tensors that a model's Python makes.
 
 A program for another sequence length can be derived from traced ones only if the Python code would decide equally. So
 sizes that Python reads during a trace are `TracedSize` objects, which record each operation whose result is not a
@@ -33,7 +33,7 @@ class SizeCondition(NamedTuple):
 
 
 class TracedSize(int):
-    """A size that Python read during a trace. It records operations in `conditions`, and behaves as an int."""
+    """A size that Python read in a trace: an int that records operations in `conditions`."""
 
     conditions: list[SizeCondition]
     __hash__ = int.__hash__
@@ -43,7 +43,10 @@ class TracedSize(int):
 
 
 def traced_sizes(value: Any, conditions: list[SizeCondition]) -> Any:
-    """Return a size, or the sizes in a `torch.Size`, as `TracedSize` objects. Other values are returned unchanged."""
+    """Convert the int or `torch.Size` that Python reads to `TracedSize` objects.
+
+    Other values are returned unchanged.
+    """
     if type(value) is int:
         size = TracedSize(value)
         size.conditions = conditions
@@ -59,7 +62,7 @@ def _recorded(name: str, left: Any, right: Any) -> Any:
     if not all(type(side) in (int, float) for side in plain):
         return NotImplemented
     result = getattr(operator, name)(*plain)
-    traced.conditions.append(SizeCondition(name, *plain, result))
+    traced.conditions.append(SizeCondition(name, plain[0], plain[1], result))
     return traced_sizes(result, traced.conditions)
 
 
