@@ -63,6 +63,30 @@ def test_a_traced_size_is_an_int_that_records_decisions():
     assert length + torch.ones(()) == 25 and torch.zeros(length, 2).shape == (24, 2) and f"{length}" == "24"
 
 
+class KeepsSizes(nn.Module):
+    """It stores sizes in attributes, and returns them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.longest, self.seen = nn.Linear(4, 4), 0, []
+
+    def forward(self, x):
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+        self.seen = [x.shape, {"rows": x.size(0)}]
+        return self.linear(x).square().mean() * self.longest, x.shape[1], x.shape
+
+
+def test_sizes_leave_a_trace_as_ints():
+    model = KeepsSizes().double()
+    compiler = Compiler(model, Mesh.parse("dp2"), Options())
+    program, _ = compiler.program((), {"x": torch.randn(8, 12, 4).double()}, purpose="forward", training=True)
+    assert [type(output.constant) for output in program.outputs[1:]] == [int] * 4
+    shape, rows = model.seen
+    assert [type(model.longest), *map(type, shape), type(rows["rows"])] == [int] * 5
+    assert (model.longest, shape, rows) == (12, (8, 12, 4), {"rows": 8})
+
+
 def derived_and_traced(model, mesh, batches, **options):
     """Which of these calls were derived. Each one is traced too, and must equal the derived one node by node."""
     compiler = Compiler(model, Mesh.parse(mesh), Options(**options))
