@@ -22,10 +22,20 @@ from autopart.ir.layout import Sections, is_zigzag, section_sizes, shard_sizes
 
 @dataclass(frozen=True)
 class DimSharding:
-    """Split of dim `dim`, with `size` elements in `sections`, into `num_shards` shards.
+    """Split of one tensor dim into shards.
 
-    >>> DimSharding(0, 10, (8, 2), 2).length(0)
-    5
+    The dim can be a concatenation of sections, such as q, k and v of a fused projection. Each shard then has a part of
+    every section. In the example, elements 0 to 7 are one section, and 8 and 9 another:
+
+    >>> sharding = DimSharding(dim=0, size=10, sections=(8, 2), num_shards=2)
+    >>> [sharding.take(torch.arange(10), index).tolist() for index in range(2)]
+    [[0, 1, 2, 3, 8], [4, 5, 6, 7, 9]]
+
+    Args:
+        dim: index of the dim.
+        size: number of elements of the full dim.
+        sections: the sections of the dim, as defined by `ir.layout.Sections`; `()` if it is no concatenation.
+        num_shards: number of shards.
     """
 
     dim: int
@@ -34,7 +44,7 @@ class DimSharding:
     num_shards: int
 
     def lengths(self, index: int) -> list[int]:
-        """Return the length of each contiguous span of shard `index`. See `spans`."""
+        """Return the length of each contiguous span of the full dim that shard `index` concatenates."""
         return [length for _, length in self.spans(index)]
 
     def length(self, index: int) -> int:
@@ -52,7 +62,7 @@ class DimSharding:
         return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, length), in the full dim, of each contiguous span of shard `index`.
+        """Return (start, length) of each contiguous span of the full dim that is in shard `index`.
 
         There is one span per section, in zigzag two per section.
 
@@ -134,7 +144,7 @@ Span = tuple[int, int]
 
 
 class Box(NamedTuple):
-    """Rectangular block of a shard: offsets in the full tensor, offsets in the local shard, and sizes."""
+    """Rectangular block of a shard: offsets in the full tensor, offsets in the shard, and sizes."""
 
     offsets: tuple[int, ...]
     local_offsets: tuple[int, ...]
@@ -158,7 +168,11 @@ def spans_of(shape: Sequence[int], cuts: Sequence[tuple[DimSharding, int]]) -> t
 
 
 def boxes(spans: Sequence[Sequence[Span]]) -> list[Box]:
-    """Return the rectangular blocks of a shard, given its spans in each dim."""
+    """Return the rectangular blocks of the full tensor that a shard contains.
+
+    Args:
+        spans: the spans of each dim that the shard contains (`spans_of`).
+    """
     dims = []
     for row in spans:
         positions = itertools.accumulate((length for _, length in row), initial=0)

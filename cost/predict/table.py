@@ -137,11 +137,11 @@ class Table:
 
     @cached_property
     def held(self) -> dict[str, str]:
-        """{name of a parameter in the full model: its name in `parameters`}."""
+        """{key of a parameter in the full model (`named_in`): its name in `parameters`}."""
         return self.read_by(self.order)
 
     def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """Return {name in the full model: name in `parameters`} of the parameters that operators read."""
+        """Return {key in the full model (`named_in`): name in `parameters`} of the operators' parameters."""
         return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 

@@ -20,8 +20,8 @@ class Parameter:
         axes: axes over which its gradient is reduced once a step.
         trained: True if it gets a gradient.
         over: axes over which ZeRO-3 shards it, as one flattened axis; empty if it stays unsharded.
-        read: bytes in the compute dtype per byte stored (mixed precision).
-        summed: bytes of the reduced gradient per byte stored (mixed precision).
+        read: itemsize of the compute dtype divided by that of the stored parameter (mixed precision).
+        summed: itemsize of the reduced gradient divided by that of the stored parameter (mixed precision).
         cast_again: True if the backward casts it again.
         itemsize: bytes of an element, if a data-parallel method replaces the all-reduce.
         rows: size of the first dim of a matrix, if a data-parallel method replaces the all-reduce.
@@ -173,15 +173,18 @@ class Totals:
 
 
 def named_in(name: str, path: str, number: int) -> str:
-    """Return the name of a parameter in the full model.
+    """Return a key that identifies a parameter in the full model.
 
-    Equal blocks share the parameter names of one block in the table. The result therefore has the list and index of the
-    block that reads the parameter as a prefix.
+    A cost table has the operators of one block for all equal blocks, so its parameter names are those of that block.
+    The key therefore begins with the block that uses the parameter. A parameter outside of blocks keeps its name.
 
     Args:
         name: name of the parameter in the table.
-        path: module path of the list that the block is in; empty outside of blocks.
-        number: index of the block.
+        path: module path of the list of blocks, such as "layers"; "" for an operator outside of blocks.
+        number: index in that list of the block that uses the parameter.
+
+    >>> named_in("layers.0.norm.weight", "layers", 3), named_in("embedding.weight", "layers", 3)
+    ('layers.3 layers.0.norm.weight', 'embedding.weight')
     """
     return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
 

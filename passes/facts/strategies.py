@@ -1,13 +1,16 @@
-"""Sharding strategies of an operator on one mesh axis, derived from its one-line rule.
+"""Sharding strategies of an operator on one mesh axis, derived from its sharding rule.
 
-A `Strategy` gives the placement of every tensor input and output on one axis of `n` ranks. The rule of an operator
-gives these strategies:
+A `Strategy` gives the placement of every tensor input and output on one axis of `n` ranks. A sharding rule names the
+dims of all inputs and outputs by letters, as einsum does: `b s k, n k -> b s n` for a linear layer. Each letter is a
+factor of the rule. An operator has these strategies:
 
-- For a factor of the rule: inputs that have the factor are sharded, other inputs are replicated and have partial
-  gradients. Outputs that have the factor are sharded, other outputs are partial sums, because the factor is reduced.
-- For a linear operator: inputs and outputs are partial sums.
-- For every operator: all ranks compute all of it, with replicated gradients (`R`). If its backward is linear in the
-  gradient, also with partial gradients (`R(grad P)`). A user-defined backward might clip the gradient.
+- One for each factor that can be sharded. Inputs that have the factor are sharded. Other inputs are replicated, and
+  their gradients are partial sums. Outputs that have the factor are sharded. Other outputs are partial sums, because
+  the operator sums over the factor.
+- Partial sums as inputs and outputs, if the operator is linear.
+- Replication: every rank runs the full operator, and values and gradients are replicated (`R`).
+- Replication with partial sums as gradients (`R(grad P)`), if the operator's backward is linear in the gradient. The
+  backward of a user's autograd Function may be nonlinear: for example, it may clip the gradient.
 """
 
 from __future__ import annotations
@@ -67,8 +70,8 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
 
     Args:
         kinds: kinds of atoms (indivisible factors of dims) that can be sharded (`FEATURE`, ...).
-        positions: order in which sequence dims are sharded: "in order" (contiguous) or "zigzag". Their shards may then
-            be uneven. "": sequence dims are sharded like all other dims.
+        positions: order in which sequence dims are sharded: "in order" (contiguous) or "zigzag". With either, a
+            sequence may have uneven shards. "": sequence dims are sharded like all other dims.
     """
     known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # shared by equivalent nodes
     if key not in known:
@@ -103,9 +106,10 @@ def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts:
 def strategies_on_weight_dims(
     node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False
 ) -> tuple[Strategy, ...]:  # fmt: skip
-    """Return the strategies that shard only dims of weights, dims derived from weights, and experts.
+    """Return the strategies that shard only experts, dims of weights, and dims that come from weights.
 
-    Args: as in `strategies_on_axis`.
+    For example, the output features of a linear layer come from its weight. The arguments are those of
+    `strategies_on_axis`.
     """
     plain = strategies(node, num_shards, TENSOR_KINDS)
     if not cuts_experts:
@@ -149,10 +153,11 @@ def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
 
 
 def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """Return the strategies of ring attention: keys and values have the placement of the queries.
+    """Return the strategies of ring attention.
 
-    The list is empty for other operators. It is empty for attention with dropout, with unequal numbers of queries and
-    keys, or with a mask that needs a gradient.
+    They shard queries, keys and values equally along the sequence. The list is empty if the operator is not
+    attention. It is also empty for attention with dropout, with unequal numbers of queries and keys, or with a mask
+    that needs a gradient.
     """
     pattern = facts(node)["pattern"]
     if pattern is None or pattern.context != "ring":
@@ -169,10 +174,14 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """Return a tuple with the strategy in which dispatched tokens have the placement `place`.
+    """Return the strategy of an operator that processes dispatched tokens, as a tuple of one strategy.
 
-    An operand with an expert dim is sharded along it. All other operands keep their placement in `whole`. Returns an
-    empty tuple if the operator has no such strategy.
+    The tuple is empty if the operator cannot run on dispatched tokens.
+
+    Args:
+        whole: replicated placement of each input, `R` or `R(grad P)`. Inputs that have neither tokens nor an expert
+            dim keep it. Inputs with an expert dim, such as stacked expert weights, are sharded along that dim.
+        place: placement of the inputs and outputs that have tokens, `E(0)` or `E(0; sent)`.
     """
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
@@ -234,7 +243,12 @@ def sharded_selections(node: fx.Node, place: Placement) -> set[str]:
 def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
     """Return the strategy that computes a shard of a value from shards of the operator's inputs.
 
-    The value depends on model inputs only. Returns None if each rank must compute the full value and slice it.
+    Returns None if each rank must compute the full value and slice it.
+
+    Args:
+        node: a value that depends only on model inputs.
+        place: placement of the value's shards.
+        num_shards: number of ranks of the axis.
     """
     source, index = source_of(node)
     if source.op != "call_function" or draws_random_numbers(source) or not tensor_inputs(source):
@@ -331,9 +345,11 @@ def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 
 
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return {dim name in a sharding rule: the atoms (indivisible factors) of the dims with that name}.
+    """Return {factor of an operator's sharding rule: its atoms}.
 
-    The atoms are those of an input dim. A name that only the output has (`expand`) gets the atoms of the output dim.
+    A factor is a letter of a rule such as `b s k, n k -> b s n`. Its atoms are the dims that it merges: `s` has the
+    atoms (batch, sequence) if a view merged both. The atoms are taken from an input that has the factor. If only the
+    output has it (`expand`), they are taken from the output.
     """
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs[:1]:
@@ -351,10 +367,11 @@ def output_atoms(node: fx.Node) -> tuple:
 def _shard_sections(
     node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Sections]:
-    """Yield every way to split a factor into sections. Each section is then sharded over all ranks.
+    """Yield every way to split a factor (a letter of the sharding rule) into sections.
 
-    `()` is one section: shards are contiguous. A merged dim can have one section per index of its outer atoms. A factor
-    can also have the sections that other operators need.
+    Each section is then sharded over all ranks. `()` is one section: shards are contiguous. If a factor merges several
+    dims, such as (heads, head size), it can have one section per head: each rank then has a shard of every head. A
+    factor can also have the sections that other operators need, such as q, k and v of a fused projection.
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:

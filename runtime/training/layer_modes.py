@@ -1,6 +1,6 @@
-"""Train or eval mode, and plain attributes, of a partitioned model's layers.
+"""Train or eval mode, and attributes with immutable values, of a partitioned model's layers.
 
-Ranks compare these settings.
+Ranks compare these settings, because a call with other settings needs another program.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LayerModes:
     """Train or eval modes and attributes that users set on a partitioned model and its layers.
 
     The partitioned model has one module per layer of the original model, called a branch. A branch stores its mode in
-    `training` and its attributes in `_set`. This object collects them after a change. A call without changes only
-    checks a flag.
+    `training` and its attributes in `_set`. `settings` collects both from all branches, if they have changed since it
+    was last read.
     """
 
     def __init__(self, source: Source) -> None:
@@ -41,7 +41,7 @@ class LayerModes:
         self._settings, self._text = Settings(), ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerModes:
-        """Return an object for a copy of the partitioned model. `attach` connects it to the copy."""
+        """Return an object for a copy of the partitioned model. `attach` later connects it to that copy."""
         copied = memo[id(self)] = LayerModes(self.source)
         return copied
 
@@ -59,21 +59,21 @@ class LayerModes:
         return self.source.model.get_submodule(path)
 
     def accepts(self, path: str, name: str, value: Any) -> bool:
-        """Return True if the layer has this attribute, and its old and new value are plain."""
+        """Return True if the layer has this attribute, and its old and new values are immutable."""
         layer = self.layer(path)
         static = vars(layer).get(name, inspect.getattr_static(type(layer), name, _MISSING))
         return is_plain(value) and is_plain(static)
 
     @property
     def settings(self) -> Settings:
-        """Modes and attributes of layers that differ from those of the original model."""
+        """Layers whose mode is not the full model's, and attributes that differ from the original model's."""
         if self.changed:
             self._collect()
         return self._settings
 
     @property
     def text(self) -> str:
-        """Modes and attributes as text, for the comparison between ranks."""
+        """Settings as text, which ranks compare, such as "train mode, encoder in eval mode"."""
         if self.changed:
             self._collect()
         return self._text
@@ -97,7 +97,17 @@ class LayerModes:
     def set_mode(
         self, branch: nn.Module, path: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Call `train` or `eval` on a branch, with the effect of the original layer's method."""
+        """Set the mode of a module of the partitioned model and of all modules inside it.
+
+        If the original layer or a layer inside it overrides `train` or `eval`, the override decides which modes are
+        set. For example, an override of `train` may keep batch norms in eval mode.
+
+        Args:
+            branch: the module of the partitioned model.
+            path: path of the original layer.
+            name: the method that the user called, "train" or "eval".
+            args, kwargs: arguments of that call.
+        """
         layer = self.layer(path)
         if self.root is None or not any(map(_has_own_modes, layer.modules())):
             mode = _mode_of(*args, **kwargs) if name == "train" else _no_mode(*args, **kwargs)
@@ -108,10 +118,11 @@ class LayerModes:
         self.changed = True
 
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Run a user-defined `train` or `eval` on the original model, and copy its changes to the branches.
+        """Run a user-defined `train` or `eval` on the original model.
 
-        First, the original model gets the modes and attributes of the branches. The user's method can set modes, plain
-        attributes and `requires_grad`. The original model is restored afterwards.
+        Before the call, the original model gets the modes and attributes of the partitioned model. The method may
+        change modes, attributes with immutable values, and `requires_grad`. These changes are copied to the
+        partitioned model. Afterwards the original model is restored.
         """
         model, root = self.source.model, self.root
         layers, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -154,9 +165,14 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """Yield layers whose mode differs from the model's, as text, such as "encoder" or "encoder itself".
+    """Yield a text for each layer whose mode differs from the model's mode.
 
-    "encoder" includes all layers inside it. "encoder itself" means that some layer inside it has the model's mode.
+    The text is "encoder" if the modes of all layers inside it differ too. These layers get no text of their own. The
+    text is "encoder itself" if some layer inside it has the model's mode.
+
+    Args:
+        paths: paths of all layers.
+        others: paths of the layers whose mode differs.
     """
     below, others_below = Counter[str](), Counter[str]()
     for path in filter(None, paths):

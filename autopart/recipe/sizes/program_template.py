@@ -1,4 +1,8 @@
-"""A program as a function of sizes, found by comparing the programs of calls with other sizes."""
+"""A program as a function of the sizes of its inputs, such as the batch size.
+
+The function is found by comparing programs that were traced at several sizes. Each integer that differs between them
+becomes a formula of the sizes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from autopart.recipe.sizes.fitted_values import Fitted, fit, no_nodes
 from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
 
 _FACTS = ("val", "layout", "needs_grad", "region", "on_host", "received")
-"""Facts of the nodes of a program that are fitted. All others are those of the first traced program."""
+"""Keys of `node.meta` whose values become functions of the sizes. All other keys are copied from the first trace."""
 _GRAPHS = {"prologue": LazyGraphModule, "graph": StageGraph}
 
 
@@ -25,11 +29,11 @@ class GraphTemplate:
     """A graph as a function of sizes.
 
     Args:
-        modules: the graph in each trace.
-        sizes: values of the size variables in each trace.
+        modules: the graph of each trace.
+        sizes: the sizes of each trace that vary between traces, such as (batch size, sequence length).
         kind: class of the graph modules.
     Raises:
-        NotDerivable: the graphs differ in more than numbers that are formulas of the sizes.
+        NotDerivable: the graphs differ in something that is not a formula of the sizes, such as an operator.
     """
 
     def __init__(self, modules: Sequence[fx.GraphModule], sizes: Sequence[Sizes], kind: type[fx.GraphModule]):
@@ -44,7 +48,8 @@ class GraphTemplate:
         for row in zip(*graphs, strict=True):
             node = row[0]
             if any((other.op, other.target) != (node.op, node.target) for other in row):
-                raise NotDerivable(f"{node.name} is {', '.join(sorted({str(other.target) for other in row}))}")
+                targets = ", ".join(sorted({str(other.target) for other in row}))
+                raise NotDerivable(f"the node {node.name} differs between sizes: {targets}")
             if node.op == "get_attr":
                 _check_equal(str(node.target), modules)
             if fitted := fit([(other.args, dict(other.kwargs)) for other in row], sizes, numbers):
@@ -71,7 +76,7 @@ class GraphTemplate:
 
 
 def _check_equal(name: str, modules: Sequence[fx.GraphModule]) -> None:
-    """Raise NotDerivable if a tensor that the graphs read differs between the traces."""
+    """Raise NotDerivable if the tensor with this name in the graph modules differs between the traces."""
     first, *others = (attrgetter(name)(module) for module in modules)
     for other in others:
         alike = isinstance(other, Tensor) and (other.shape, other.dtype) == (first.shape, first.dtype)
@@ -83,10 +88,10 @@ class ProgramTemplate:
     """A program as a function of sizes.
 
     Args:
-        programs: the program in each trace, for one purpose.
-        sizes: values of the size variables in each trace.
+        programs: the program of each trace. All are forward programs, or all are programs of training steps.
+        sizes: the sizes of each trace that vary between traces, such as (batch size, sequence length).
     Raises:
-        NotDerivable: the programs differ in more than numbers that are formulas of the sizes.
+        NotDerivable: the programs differ in something that is not a formula of the sizes, such as an operator.
     """
 
     def __init__(self, programs: Sequence[Program], sizes: Sequence[Sizes]):
@@ -124,7 +129,7 @@ def _evaluated(fields: Mapping[str, Fitted], sizes: Sizes) -> dict[str, Any]:
 
 
 def check_derived(derived: Program, traced: Program) -> None:
-    """Raise AssertionError if a derived program differs from the traced program of the same call."""
+    """Raise AssertionError if a program derived for a call differs from the program traced for that call."""
     try:
         template = ProgramTemplate([derived, traced], [(0,), (0,)])
     except NotDerivable as reason:

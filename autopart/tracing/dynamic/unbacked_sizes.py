@@ -1,11 +1,11 @@
-"""Data-dependent sizes in a form for which planning needs no values.
+"""Replacement of data-dependent sizes by their maxima, so that planning needs no tensor values.
 
 `torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` an unbacked size (`u0`). Here every such selection
-becomes `autopart::positions`, whose size in the trace is the maximum. Values that depend on this size get sizes
-computed from the maximum (the fact `counted` marks them). A mean over such values becomes a sum divided by the actual
-number. Data-dependent scalars become tensors (`symbolic_scalars.py`).
+becomes `autopart::positions`, whose size in the trace is the maximum: the number of elements of the mask. Values that
+depend on this size get sizes computed from the maximum, and the fact `counted` marks them. A mean over such values
+becomes a sum divided by the actual number of elements. Data-dependent scalars become tensors (`symbolic_scalars.py`).
 
-The caller must refuse values whose size remains unknown (`bincount`, a slice up to a scalar).
+Some data-dependent sizes have no maximum (`bincount`, a slice up to a scalar). The caller must refuse them.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class _Rewriter:
         self.graph = graph
         self.marks = Marks(skipped, lambda one, other: self._number(one) == self._number(other))
         self.numbers = SymbolicScalars(graph, self._count)
-        self.traced: dict[fx.Node, Any] = {}  # values as torch gives them, with its symbols
+        self.traced: dict[fx.Node, Any] = {}  # values as torch traced them: their sizes may contain symbols
         self.sizes: dict[Symbol, int] = {}
         self.selections: dict[Symbol, fx.Node] = {}
-        self.sized: dict[Any, tuple[fx.Node, int]] = {}  # by an open size, a value and its dim of that size
+        self.sized: dict[Any, tuple[fx.Node, int]] = {}  # {data-dependent size: (a value, its dim of that size)}
         self.positions: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
         """{mask: positions, and the number of selected elements if known}"""
         self.values: dict[Hashable, int] = {}  # value numbers: equal for equal computations
@@ -132,7 +132,7 @@ class _Rewriter:
     # Selections
 
     def _selection(self, node: fx.Node) -> fx.Node | None:
-        """Return the replacement of a selection by `autopart::positions`; None if the call selects nothing."""
+        """Rewrite a selection with `autopart::positions` and return the new node; None for all other calls."""
         name = operator_name(node)
         if node.target is aten.where.default or name == "aten::nonzero_numpy":
             return self._positions(node, node.args[0])
@@ -170,8 +170,8 @@ class _Rewriter:
         """Return the flat indices of a mask's true elements; equal masks share one computation."""
         if not shape(mask):
             raise TraceError(
-                "a single element is selected by a mask", refusal=Refusal.SIZE,
-                why="the result has one element or none, depending on tensor values",
+                "a 0-d mask (a single value) selects elements", refusal=Refusal.SIZE,
+                why="the result has size 1 or 0 in its first dim, depending on the value of the mask",
                 where=source_text(node), hint="torch.where(mask, x, 0)",
             )  # fmt: skip
         size = self._selected(node, mask)
@@ -190,7 +190,7 @@ class _Rewriter:
         return positions
 
     def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return a node's mask, changed so that it is false everywhere if the model skips the node."""
+        """Return the mask of a node, ANDed with the condition under which the model runs the node."""
         return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
@@ -354,12 +354,13 @@ def _check_open(node: fx.Node, traced: Any) -> None:
     """Raise TraceError if the model used a selection as if it had a fixed number of elements."""
     for tensor, largest in zip(tensors_in(traced), tensors_in(value(node)), strict=True):
         for size, most in zip(tensor.shape, largest.shape, strict=False):
-            taken = expression(size)
-            if not free_symbols(size) and taken != most:
+            num_used = expression(size)
+            if not free_symbols(size) and num_used != most:
                 raise TraceError(
-                    f"a selection from {most} elements is used as if it had {taken} elements", refusal=Refusal.SIZE,
-                    why="how many it has depends on tensor values, and only another tensor's size implies this number",
-                    where=source_text(node), hint=f"a selection of known size: gather, or topk with k={taken}",
+                    f"a mask selects from {most} elements, but the model uses the result as if it had {num_used}",
+                    refusal=Refusal.SIZE,
+                    why=f"the number of selected elements depends on tensor values, so it may differ from {num_used}",
+                    where=source_text(node), hint=f"a selection of known size: gather, or topk with k={num_used}",
                 )  # fmt: skip
 
 

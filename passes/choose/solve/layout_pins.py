@@ -1,4 +1,6 @@
-"""Resolution of layout pins in a traced model: the options that pins leave to each node.
+"""Resolution of layout pins in a traced model: strategies and placements that they leave to each node.
+
+A layout pin is a user's choice for a parameter, operator or module on one mesh axis, such as `S(0)`.
 
 Each pin is first checked alone. If pins conflict, the error names a smallest set of conflicting pins. To find this
 set, each pin is dropped in turn, and stays dropped while the other pins still conflict. If several pins are left,
@@ -61,21 +63,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AxisConstraints:
-    """Constraints on the axis that is being solved: layout pins, and shardings over solved axes.
+    """Constraints on the mesh axis that is solved now: layout pins, and the results for earlier axes.
 
-    Only one axis can shard a dim. Exceptions are experts, and sequences whose length divides over several axes.
+    The planner solves one axis after another. Only one axis can shard a dim. Exceptions are experts, and sequences
+    whose length divides over several axes. A layout pin is a user's choice, such as `S(0)` for a weight.
 
     Args:
-        parameters: pins by parameter, including pins that shard the parameter over another axis.
-        operators: pins by operator.
-        variants: pins by repeated block (`BlockPosition.block`). Blocks share layouts only if they have equal pins.
-        factors: {operator: {factor of its rule: strategies on the solved axes that shard this factor}}.
-        dims: {parameter: {dim: number of its shards over the solved axes}}.
+        axis: name of this axis.
+        cuts: what this axis shards: features, sequence positions or experts.
+        parameters: {parameter: its pins}, including pins that shard the parameter over another axis.
+        operators: {operator: its pins}.
+        variants: {repeated block: its pins}. Equal blocks get one layout only if their pins are equal too. The key of
+            a block is `BlockPosition.block`.
+        factors: {operator: {factor: its sharding over each earlier axis that shards it}}. A factor is a letter of
+            the operator's sharding rule, such as `b` of `b s k, n k -> b s n`.
+        dims: {parameter: {dim: number of its shards over earlier axes}}.
         ranks: size of this axis.
         context: the option `context=`, which restricts the attention strategies on this axis.
         stacks: mixtures of experts whose experts this axis may shard (`expert_axes.py`), even if other axes shard
             them.
-        before: strategies of each operator on the solved axes, with the sizes of these axes.
+        before: {operator: its (strategy, size of the axis) on each earlier axis}.
     """
 
     axis: str = ""
@@ -91,15 +98,15 @@ class AxisConstraints:
     before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
 
     def strategies_on_axis(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """Return all strategies of an operator on an axis of `num_shards` ranks, without these constraints."""
+        """Return all strategies of an operator on an axis of `num_shards` ranks. Pins are ignored."""
         return strategies_on_axis(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies_on_weight_dims(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """Return the strategies that shard only dims of weights, without these constraints."""
+        """Return the strategies that shard only dims of weights. Pins are ignored."""
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the strategies of an operator that its pins and the solved axes allow."""
+        """Return the strategies of an operator that its pins and the results for earlier axes allow."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._adapt_to_inner_axes(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
@@ -109,10 +116,10 @@ class AxisConstraints:
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
     def _adapt_to_inner_axes(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
-        """Adapt a strategy to inner axes that shard the same factor. Return None if that is impossible.
+        """Adapt a strategy to the axes that were solved earlier (inner axes) and shard the same factor.
 
         If each shard on this axis is a union of shards on the inner axes, the strategy is unchanged. Otherwise the
-        result splits each shard of the inner axes.
+        result splits each shard of the inner axes. Returns None if neither is possible.
         """
         if self._contains_inner_shards(node, option, taken):
             return option
@@ -141,12 +148,12 @@ class AxisConstraints:
         return alike and is_innermost(pattern, option.factor) and sequence_divides(node, option.factor, parts)
 
     def is_dispatched(self, node: fx.Node) -> bool:
-        """Return True if the operator's tokens are dispatched to experts over a solved axis."""
+        """Return True if an axis that was solved earlier dispatches the operator's tokens to experts."""
         outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
         return any(place.is_dispatched for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """Return the placements of a parameter that its pins and the solved axes allow."""
+        """Return the placements of a parameter that its pins and the results for earlier axes allow."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
@@ -154,18 +161,18 @@ class AxisConstraints:
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def can_shard_again(self, name: str, place: Placement) -> bool:
-        """Return True if this axis may shard the experts of a weight that a solved axis already shards."""
+        """Return True if this axis may shard the experts of a weight after earlier axes have sharded them."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
     def with_solved_axes(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> AxisConstraints:  # fmt: skip
-        """Return a copy of the constraints that includes the shardings over solved axes.
+        """Return a copy of the constraints that includes the results for the axes that are solved.
 
         Args:
-            before: {axis: {operator: strategy}}.
-            stored: {parameter: its layout on these axes}.
+            before: {solved axis: {operator: strategy}}.
+            stored: {parameter: its layout on the solved axes}.
         """
         factors: dict[fx.Node, dict[str, list[InnerSharding]]] = defaultdict(dict)
         done: dict[fx.Node, tuple[tuple[Strategy, int], ...]] = {}
