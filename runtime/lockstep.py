@@ -25,7 +25,7 @@ from autopart.ir.program import Program, Stage
 from autopart.ops.expert_dispatch import DispatchPlan
 from autopart.ops.mask_key_ranges import MaskStructure
 from autopart.ops.stage_masks import differ_by_rank, with_mask_structure
-from autopart.runtime.batch.batch_split import stage_arguments
+from autopart.runtime.batch.batch_split import merge_for_tail, stage_arguments
 from autopart.runtime.batch.buffer_updates import NewBuffers, buffer_updates_of
 from autopart.runtime.comm.call_random import one_stream
 from autopart.runtime.comm.collectives import Dtypes, attribute, bind, conversion_cuts, in_dtype, on_device
@@ -87,7 +87,8 @@ def run_lockstep(
             count = len(stage.inputs)
             keywords = {
                 rank: stage_arguments(
-                    program, stage.inputs, _rank_copies(values[:count]), program.mesh.coordinates(rank)
+                    program, stage.inputs, _rank_copies(values[:count]), program.mesh.coordinates(rank),
+                    program.runs_of(stage),
                 )
                 for rank in ranks
             }
@@ -97,12 +98,17 @@ def run_lockstep(
     outputs: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in runs[-1].ranks}
     for microbatch in range(program.microbatches):
         sent: list[PerRank] = []
-        for run in runs:
+        for run in runs[: program.num_stages]:
             # The ranks of two stages differ only in their `pp` coordinate, so they correspond in order.
             received = [dict(zip(run.ranks, value.values(), strict=True)) for value in sent]
             sent = run(received, microbatch, on_value)
         for rank, per_microbatch in outputs.items():
             per_microbatch.append(tuple(value[rank] for value in sent))
+    if program.tail is not None:
+        merged = {rank: merge_for_tail(program, per_microbatch) for rank, per_microbatch in outputs.items()}
+        received = [dict(zip(merged, values, strict=True)) for values in zip(*merged.values(), strict=True)]
+        sent = runs[-1](received, 0, on_value)
+        outputs = {rank: [tuple(value[rank] for value in sent)] for rank in outputs}
     if new_buffers is not None:
         for run in runs:
             for rank in run.ranks:

@@ -119,7 +119,7 @@ def plan_of(
     worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
     step = simulated(took, schedule, mesh, held)
     stages = decisions.num_stages
-    most_even = partition(traced.graph, stages, traced.folds) if stages > 1 else None
+    most_even = partition(traced.graph, stages, traced.folds, tail=decisions.tail) if stages > 1 else None
     bound = None if most_even is None else most_even.lower_bound
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
     return Plan(

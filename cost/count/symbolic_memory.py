@@ -181,6 +181,7 @@ class SymbolicMemory:
             parameters=tuple(sorted(names & self.parameters)),
             reads_also=tuple(sorted((also & self.parameters) - names)),
             inputs=tuple(sorted(inputs - {""})),
+            once=self.walk.stage.is_tail,
             **sent._asdict(),
         )
 

@@ -111,7 +111,8 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         gathers=gathers,
         hidden_sums=_overlappable_share(trace, program),
         prologue=prologue,
-        cuts={len(walks): starts},
+        cuts={program.num_stages: starts[: program.num_stages - 1]},
+        m=program.microbatches if program.tail is not None else 1,
         divided=divided(trace, program),
         **chosen_ranks(mesh),
     )

@@ -74,6 +74,7 @@ class Table:
             backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
         divided: result of `cost.count.shard_counts.divided`.
+        m: microbatches for which the rows of the tail were counted; 1 without a tail.
     """
 
     rows: tuple[OperatorRow, ...]
@@ -92,6 +93,7 @@ class Table:
     prologue: Mapping[str, Size] = field(default_factory=dict)
     cuts: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
+    m: int = 1
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -104,14 +106,27 @@ class Table:
         ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
         return Sizes(setting.b / self.b, tokens / self.s, **ranks)
 
+    def tail_times(self, setting: RunSetting) -> Sizes:
+        """Return each size of a setting as a multiple of the reference size, for rows of the tail."""
+        times = self.times(setting)
+        return times._replace(b=times.b * setting.schedule.microbatches / self.m)
+
+    @cached_property
+    def tail_start(self) -> int | None:
+        """Index in `order` of the first operator of the tail, None if there is no tail."""
+        return next((i for i, (row, _, _) in enumerate(self.order) if self.rows[row].once), None)
+
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
-        """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}."""
+        """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}.
+
+        Work of the tail counts as an equal share in each microbatch.
+        """
         often_done = Counter[tuple[str, Work]]()
         for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():
                 for work in works:
-                    often_done[part, work] += number
+                    often_done[part, work] += number / self.m if row.once else number
         return often_done
 
     @cached_property
@@ -198,8 +213,9 @@ def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> t
     times = table.times(setting)
     unsharded = times._replace(tp=1 / table.tp)
     of_rank = table.row_flops * setting.b / table.load / math.prod(chosen_ranks(mesh).values())
-    loads = np.array([float(row.load.at(times)) for row in table.rows])[table.positions] * of_rank
-    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(unsharded)) for row in table.rows])
+    loads = np.array([0.0 if row.once else float(row.load.at(times)) for row in table.rows])[table.positions] * of_rank
+    sent = np.array([math.inf if row.crossing is None or row.once else float(row.crossing.at(unsharded))
+                     for row in table.rows])  # fmt: skip
     sent = sent[table.positions] / mesh.tensor_parallel_size
     cost = load_per_byte(loads, table.dtype, mesh, hardware)
     partition = balance(loads, sent, num_stages, send_cost=cost)
@@ -216,8 +232,9 @@ class TableCost:
 
     def __init__(self, table: Table, setting: RunSetting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
-        self.times = table.times(setting)
-        self.seconds: dict[Work, float] = {}
+        self.times, self.tail_times = table.times(setting), table.tail_times(setting)
+        self.seconds: dict[tuple[Work, bool], float] = {}
+        """{(kernel or collective, True in the tail): its duration}."""
         self._later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
 
     @cached_property
@@ -225,31 +242,42 @@ class TableCost:
         """For each row, {part of a step, such as "forward": {kind of work: seconds}}."""
         return [self._row(row) for row in self.table.rows]
 
+    def times_of(self, row: OperatorRow) -> Sizes:
+        """Return each size as a multiple of the size for which a row was counted."""
+        return self.tail_times if row.once else self.times
+
     @cached_property
     def row_bytes(self) -> RowBytes:
         """Arrays of shape [rows] with the bytes of each row."""
-        rows, times = self.table.rows, self.times
-        sizes = ([float((getattr(row, name) or NOTHING).at(times)) for row in rows] for name in RowBytes._fields)
+        rows = self.table.rows
+        sizes = ([float((getattr(row, name) or NOTHING).at(self.times_of(row))) for row in rows]
+                 for name in RowBytes._fields)  # fmt: skip
         return RowBytes(*map(np.array, sizes))
 
     @cached_property
     def stages(self) -> list[range]:
-        """For each stage, the indices of its operators.
+        """For each stage, and then the tail if there is one, the indices of its operators.
 
         Raises StageError if the model has too few stage boundaries.
         """
         cuts = self.setting.cuts
         cuts = stage_boundaries(self.table, self.setting, self.hardware) if cuts is None else cuts
-        return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
+        tail = () if self.table.tail_start is None else (self.table.tail_start,)
+        return [range(a, b) for a, b in pairwise((0, *cuts, *tail, len(self.table.order)))]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, without the tail."""
+        return len(self.stages) - (self.table.tail_start is not None)
 
     def crossing(self, row: OperatorRow) -> BoundaryBytes:
         """Return the bytes that a stage boundary before an operator sends."""
-        whole = row.crossing if row.crossing is not None else NOTHING
-        return BoundaryBytes(float(whole.at(self.times)), float(row.alike.at(self.times)))
+        whole, times = row.crossing if row.crossing is not None else NOTHING, self.times_of(row)
+        return BoundaryBytes(float(whole.at(times)), 0.0 if row.once else float(row.alike.at(times)))
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """For each stage, the bytes that it receives per microbatch."""
+        """For each stage, the bytes that it receives per microbatch. For the tail, those of all microbatches."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
         return [BoundaryBytes(0.0, 0.0), *map(self.crossing, starts)]
 
@@ -257,13 +285,14 @@ class TableCost:
     def scatters(self) -> bool:
         """True if stages send values as shards, which the receivers gather (scatter-gather)."""
         asked = self.setting.scatter_sends
-        return scatter_is_cheaper(self.crossings, self.mesh, self.hardware) if asked is None else asked
+        return scatter_is_cheaper(self.crossings[: self.num_stages], self.mesh, self.hardware) if asked is None else asked
 
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """For each `pp` coordinate, the schedule's actions on its rank."""
         schedule, pp = self.setting.schedule, self.mesh.size("pp")
-        return actions(schedule.name, len(self.stages), pp, schedule.microbatches)
+        has_tail = self.table.tail_start is not None
+        return actions(schedule.name, self.num_stages, pp, schedule.microbatches, has_tail)
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
@@ -329,10 +358,11 @@ class TableCost:
         for part, works in self._works(row):
             share, target = (self._later, "weight_backward") if part == "accumulate" else (1.0, part)
             for work in works:
-                if work not in self.seconds:
-                    self.seconds[work] = work.seconds(self.hardware, self.mesh, self.times)
+                key = work, row.once
+                if key not in self.seconds:
+                    self.seconds[key] = work.seconds(self.hardware, self.mesh, self.times_of(row))
                 seconds_by_part[target][work.name] = (
-                    seconds_by_part[target].get(work.name, 0.0) + self.seconds[work] * share
+                    seconds_by_part[target].get(work.name, 0.0) + self.seconds[key] * share
                 )
         return seconds_by_part
 
@@ -364,6 +394,8 @@ class TableCost:
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """Return the entry of stage `index` in `Plan.timing`. Seconds and bytes are per microbatch.
 
+        Those of the tail are per step. It receives nothing from another rank.
+
         Args:
             stage: the indices of the stage's operators.
         """
@@ -374,12 +406,13 @@ class TableCost:
             for part, kinds in self.by_row[position].items():
                 for kind, seconds in kinds.items():
                     parts[part][kind] = parts[part].get(kind, 0.0) + seconds * count
-            for _, works in self._works(self.table.rows[position]):
+            operator = self.table.rows[position]
+            for _, works in self._works(operator):
                 for work in works:
                     if work.axis:
                         row = moved.setdefault((work.axis, work.kind), [0, 0.0, 0.0])
-                        sent = work.sent_bytes(self.mesh, self.times)
-                        for i, much in enumerate((1, sent, self.seconds[work])):
+                        sent = work.sent_bytes(self.mesh, self.times_of(operator))
+                        for i, much in enumerate((1, sent, self.seconds[work, operator.once])):
                             row[i] += much * count
         received, sent_on = self.crossings[index], self.crossings[index + 1 : index + 2]
         for crossing in (received, *sent_on):  # received values, and the gradients of sent values
@@ -393,6 +426,10 @@ class TableCost:
         ]
         self._subtract_overlap(parts, stage)
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
+        if index == self.num_stages:
+            return {
+                "stage": index, "tail": True, **shown, "collectives": collectives, "receives_bytes": 0, "receives_s": 0.0,
+            }  # fmt: skip
         return {
             "stage": index, **shown, "collectives": collectives,
             "receives_bytes": round(received.sent_bytes(self.mesh, self.scatters)),

@@ -167,6 +167,7 @@ def timeline(
     durations: Durations,
     *,
     overlap_sends: bool | None = None,
+    has_tail: bool = False,
 ) -> Timeline:
     """Compute the timeline of a training step under a pipeline schedule with these durations.
 
@@ -190,6 +191,8 @@ def timeline(
     Args:
         schedule: its name (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a pipeline.
         overlap_sends: True if sends overlap with compute. None: as in `torch.distributed.pipelining`.
+        has_tail: True if the program has a tail, which runs once between the forwards and backwards of the last stage.
+            `durations` has its durations after those of the last stage.
 
     Raises StageError if the schedule cannot run this many stages and microbatches. Raises OptionError for durations
     that are too few, too many, negative or not finite.
@@ -206,7 +209,8 @@ def timeline(
         overlap_sends = schedule in MULTI_STAGE
     if schedule in DELAYED:
         return _overlapping_steps(pp, microbatches, durations, overlap_sends)
-    return execute(actions(schedule, num_stages, pp, microbatches), durations, overlap_sends=overlap_sends)
+    orders = actions(schedule, num_stages, pp, microbatches, has_tail)
+    return execute(orders, durations, overlap_sends=overlap_sends)
 
 
 def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool) -> Timeline:
@@ -341,6 +345,8 @@ class _EventSimulation:
     ):  # fmt: skip
         self.orders, self.durations, self.overlap_sends = orders, durations, overlap_sends
         self.rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        self.gradients = {_result(action) for order in orders for action in order if action.kind in "BI"}
+        self.tail = max(self.gradients)  # used if the last stage is a tail, which has one backward
         self.seconds = {
             "F": durations.forward_s, "B": durations.backward_s,
             "I": durations.input_backward_s, "W": durations.weight_backward_s, "U": once_s,
@@ -394,7 +400,8 @@ class _EventSimulation:
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
         comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
-        return (action.stage + 1, "B", action.microbatch) if comes else None
+        result = (action.stage + 1, "B", action.microbatch)
+        return (result if result in self.gradients else self.tail) if comes else None
 
     def _missing(self, action: Action, received: _Result | None) -> _Result | None:
         if action.kind != "F":

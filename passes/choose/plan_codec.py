@@ -16,7 +16,7 @@ from torch import fx
 from autopart.cost.hardware.profile import Hardware
 from autopart.errors import PlanError, StageError
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, names_of
-from autopart.ir.decisions import Decisions, Strategy, data_strategies, with_placements
+from autopart.ir.decisions import Decisions, Strategy, with_placements
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
     CAST,
@@ -35,7 +35,7 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.decide import stages_from_boundaries
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.recompute_regions import check_recompute
-from autopart.passes.choose.solve.batch_axis import BatchSplit, batch_strategies, fit_batch
+from autopart.passes.choose.solve.batch_axis import batch_strategies, fit_batch
 from autopart.passes.choose.solve.expert_axes import mixtures, mixtures_on_axis
 from autopart.passes.choose.solve.layout_pins import FREE, AxisConstraints
 from autopart.passes.choose.solve.shard_axis import fit_around
@@ -187,8 +187,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
         chosen[axis] = read(trace, plan, mesh, axis, stored, known, constraints)
     if same_trace:
-        microbatches = plan.schedule.microbatches
-        rows = BatchSplit(microbatches, batch_strategies(trace, mesh, microbatches), False)
+        rows = batch_strategies(trace, mesh, plan.schedule)
     else:
         rows = fit_batch(trace, mesh, plan.schedule)
     cuts = _read_cuts(trace, plan, num_stages, same_trace, list(decided or {}))
@@ -196,13 +195,13 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         if mesh.size(axis) > 1:
             parts = _read_stored(trace, plan, mesh, axis, stored)
             stored = with_placements(stored, axis, {name: place for name, place in parts.items() if place.is_shard})
-    strategies = {**data_strategies(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
+    strategies = {**rows.on_axes(mesh), **chosen}
     decisions = Decisions(
         mesh,
         rows.microbatches,
         strategies,
         stored,
-        stages_from_boundaries(trace, cuts),
+        stages_from_boundaries(trace, cuts, num_stages, rows.tail),
         num_stages,
         plan.recompute,
         plan.zero,
@@ -210,6 +209,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.scatter_sends,
         parse_sync(plan.dp_sync),
         plan.balance,
+        rows.tail,
     )
     decisions.dp_sync.check_storage(trace, decisions)
     return decisions

@@ -22,12 +22,14 @@ from autopart.ir.blocks.deduplication import DeduplicatedBlocks, expand_blocks
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs, tuple_values
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Trace
 from autopart.passes.choose.problem import Problem
 from autopart.passes.normalize.batch_norm_forms import INNER
 
 
 def partition(
-    graph: fx.Graph, num_stages: int, folds: DeduplicatedBlocks = (), send_cost: float = 0.0
+    graph: fx.Graph, num_stages: int, folds: DeduplicatedBlocks = (), send_cost: float = 0.0,
+    tail: Set[fx.Node] = frozenset(),
 ) -> Partition:  # fmt: skip
     """Return the best partition of an annotated graph into `num_stages` stages.
 
@@ -36,11 +38,12 @@ def partition(
     Args:
         folds: deduplicated blocks of the trace. Boundary indices count the operators of all blocks.
         send_cost: as in `balance`.
+        tail: as in `find_partition`.
     """
     nodes = active_operators(graph)
-    best = find_partition(nodes, num_stages, folds=folds, send_cost=send_cost)
+    best = find_partition(nodes, num_stages, folds=folds, send_cost=send_cost, tail=tail)
     if best is None:
-        places = num_boundaries(nodes)
+        places = num_boundaries(nodes, tail=tail)
         raise StageError(
             f"the model cannot be split into {num_stages} stages",
             why=f"it has {len(nodes)} operators that depend on parameters, and {places} possible stage "
@@ -52,7 +55,7 @@ def partition(
 
 def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
-    folds: DeduplicatedBlocks = (), send_cost: float = 0.0,
+    folds: DeduplicatedBlocks = (), send_cost: float = 0.0, tail: Set[fx.Node] = frozenset(),
 ) -> Partition | None:  # fmt: skip
     """Return the best partition of the active operators, or None if there are too few legal boundaries.
 
@@ -61,9 +64,12 @@ def find_partition(
         inside: operator indices at which no stage may begin.
         folds: deduplicated blocks of the trace.
         send_cost: as in `balance`.
+        tail: operators that run on the last stage after all microbatches, so that no stage waits for them.
     """
-    order, sent, works = full_model_indices(nodes, folds), boundary_bytes(nodes), [work(n) for n in nodes]
-    crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
+    order, sent = full_model_indices(nodes, folds), boundary_bytes(nodes, tail)
+    works = [0.0 if node in tail else work(node) for node in nodes]
+    end = 1 + max((i for i, index in enumerate(order) if nodes[index] not in tail), default=0)
+    crossing = [math.inf if i in inside or i >= end else sent[index] for i, index in enumerate(order)]
     return balance([works[index] for index in order], crossing, num_stages, begins, send_cost)
 
 
@@ -93,17 +99,35 @@ def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> l
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
-def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
-    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(boundary_bytes(nodes)) if i)
+def can_run_tail(trace: Trace, tail: Set[fx.Node], num_stages: int) -> bool:
+    """Return True if a pipeline can run these operators once, on all microbatches of its last stage.
+
+    They may have at most half of the FLOPs, because all other stages wait for them.
+    """
+    nodes = active_operators(trace.graph)
+    loads = np.array([work(node) for node in nodes])
+    is_tail = np.array([node in tail for node in nodes])
+    order = full_model_indices(nodes, trace.folds)
+    return (
+        loads[order][is_tail[order]].sum() <= loads[order].sum() / 2
+        and find_partition(nodes, num_stages, folds=trace.folds, tail=tail) is not None
+    )
 
 
-def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
+def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset(), tail: Set[fx.Node] = frozenset()) -> int:
+    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(boundary_bytes(nodes, tail)) if i)
+
+
+def boundary_bytes(nodes: list[fx.Node], tail: Set[fx.Node] = frozenset()) -> list[float]:
     """Return, for each operator, the bytes that would be sent if a stage began at it.
 
     Infinite if no stage can begin at it: a live value has no gradient or a data-dependent size, or other modes of the
     model lack the operator.
+
+    Args:
+        tail: operators that run on the last stage, after all others.
     """
-    position = {node: i for i, node in enumerate(nodes)}
+    position = {node: len(nodes) - 1 if node in tail else i for i, node in enumerate(nodes)}
     last_use: dict[fx.Node, int] = {}
     values: dict[fx.Node, int] = {}
     for node in nodes:
@@ -111,7 +135,7 @@ def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
             source, _ = source_of(used)
             if source in position:
                 values[used] = position[source]
-                last_use[used] = position[node]
+                last_use[used] = max(position[node], last_use.get(used, 0))
     change = np.zeros(len(nodes) + 1)
     blocked = np.zeros(len(nodes) + 1)
     for used, start in values.items():
