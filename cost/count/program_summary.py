@@ -224,18 +224,17 @@ def _zero_collectives(trace: Trace, program: Program) -> list[Collective]:
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
     """Return one mapping per stage: first and last operator, FLOPs, parameters, received values, blocks.
 
-    FLOPs are those of the forward on the global batch. The operators of the tail belong to the last stage. Its mapping
-    then has an entry `tail`: the tail's first operator, FLOPs and received values.
+    FLOPs are those of the forward on the global batch. If the program has a tail, the mapping of the last stage has an
+    entry `tail`: the tail's first operator, FLOPs and received values. The stage's FLOPs do not include the tail's.
     """
     rows, moves = [], list(_moves(program))
-    moves = [move._replace(stage=min(move.stage, program.num_stages - 1)) for move in moves]
     for stage in program.stages[: program.num_stages]:
         nodes = [n for n in active_operators(trace.graph) if decisions.stage_of[n] == stage.index]
         rows.append({
             "stage": stage.index,
             "first": facts(nodes[0])["key"],
             "last": facts(nodes[-1])["key"],
-            "flops": int(sum(work(n) * times(n) for n in nodes)),
+            "flops": int(sum(work(n) * times(n) for n in nodes if n not in decisions.tail)),
             "parameters": _num_parameters(trace, stage, program),
             "receives": [b.name for b in stage.receives],
             "blocks": _block_rows(nodes, [move for move in moves if move.stage == stage.index], trace.folds),
@@ -341,7 +340,7 @@ def cost(
         **step.figures(),
         "device_memory_bytes": device_memory[1],
         "device_memory_of": device_memory[0],
-        "forward_flops": int(sum(row["flops"] for row in rows)),
+        "forward_flops": int(sum(row["flops"] + row.get("tail", {}).get("flops", 0) for row in rows)),
         "heaviest_stage_flops": int(flops),
         "stage_lower_bound_flops": int(bound),
         "imbalance": round(flops / bound - 1, 6) if bound else 0.0,

@@ -7,7 +7,7 @@ other operators run in microbatches. Their values are merged before the tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from torch import fx
 
@@ -15,7 +15,10 @@ from autopart.errors import StageError
 from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
-from autopart.ir.graph import describe, display_name, is_tensor, operator_name, source_of, tensor_inputs, value
+from autopart.ir.graph import describe, display_name, operator_name, short_name, source_of, tensor_inputs, value
+
+_VIEWS = frozenset({"t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze"})
+
 
 def tail_of(chosen: Mapping[fx.Node, Strategy], mixing: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """Return the operators that mix samples, and all operators that depend on them.
@@ -29,16 +32,24 @@ def tail_of(chosen: Mapping[fx.Node, Strategy], mixing: Iterable[fx.Node]) -> fr
         for node in chosen:
             if any(source_of(used)[0] in tail for used in tensor_inputs(node)):
                 tail.add(node)
-        received = {used for node in tail for used in tensor_inputs(node)}
-        unequal = {source for used in received if (source := source_of(used)[0]) in chosen and _has_unequal_size(used)}
-        if unequal <= tail:
+        received = {used for node in tail for used in tensor_inputs(node) if source_of(used)[0] in chosen}
+        moved = {source for used in received if (source := source_of(used)[0]) not in tail
+                 and _runs_in_tail(used, chosen[source], tail)}  # fmt: skip
+        if not moved:
             return frozenset(tail)
-        tail |= unequal
+        tail |= moved
 
 
-def _has_unequal_size(node: fx.Node) -> bool:
-    """Return True if the size of a value differs between microbatches, because a mask selects its elements."""
-    return is_tensor(node) and any(map(selections_in, facts(node)["atoms"]))
+def _runs_in_tail(node: fx.Node, strategy: Strategy, tail: Set[fx.Node]) -> bool:
+    """Return True if the tail computes a value that it uses, instead of receiving it for each microbatch.
+
+    These are values whose size differs between microbatches, because a mask selects their elements. They are also
+    views, and values that are equal in all microbatches, such as `logit_scale.exp()`, if only the tail uses them.
+    """
+    if any(map(selections_in, facts(node)["atoms"])):
+        return True
+    is_equal = all(place.is_replicated for place in strategy.places)
+    return (is_equal or short_name(node) in _VIEWS) and all(user in tail for user in node.users)
 
 
 def mixed_samples_error(mixed: tuple[fx.Node, fx.Node], microbatches: int, because: str, hint: str) -> StageError:
