@@ -1,4 +1,4 @@
-"""Run of a program's tail: the operators that mix samples run once, between the forwards and backwards of a step.
+"""Run of the tail: operators that mix samples run once, between the forwards and backwards.
 
 The last pipeline stage runs its forward for each microbatch, and keeps the values that the tail uses. After the last
 forward, the values of all microbatches are merged, and the tail runs forward and backward on them. Each microbatch's

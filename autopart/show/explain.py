@@ -97,8 +97,8 @@ def _tail(plan: Plan) -> str:
         return ""
     share = _percent(tail["flops"], plan.cost["forward_flops"])
     return (
-        f"runs once on the whole batch: {tail['first']} and the operators that depend on it, {share} of the FLOPs. They "
-        "run between the forwards and the backwards of the last stage"
+        f"runs once on the whole batch: {tail['first']} and the operators that depend on it, {share} of the FLOPs, "
+        "between the forwards and the backwards of the last stage"
     )
 
 

@@ -30,9 +30,9 @@ from autopart.cost.predict.operator_work import (
     optimizer_s,
 )
 from autopart.cost.predict.run_setting import RunSetting
-from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, load_per_byte, scatter_is_cheaper
+from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, scatter_is_cheaper
 from autopart.cost.predict.simulate import Simulation, simulated
-from autopart.cost.predict.stage_balance import balance, shared_by
+from autopart.cost.predict.stage_balance import shared_by, stage_boundaries
 from autopart.cost.predict.table_memory import rank_memory
 from autopart.cost.predict.table_rows import (
     OperatorRow,
@@ -45,7 +45,6 @@ from autopart.cost.predict.table_rows import (
     named_in,
     summed_over,
 )
-from autopart.errors import StageError
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
@@ -200,33 +199,6 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
     return simulated(priced.timing, setting.schedule, setting.mesh, memory, setting.overlap_sends)
 
 
-def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
-    """Return the stage boundaries that a plan would have.
-
-    A boundary is the index of a stage's first operator. The first stage has none. The boundaries balance the loads and
-    sent bytes of one microbatch on a rank. Raises StageError if the model has too few operators at which a stage may
-    begin.
-    """
-    num_stages, mesh = setting.mesh.size("pp") * setting.schedule.virtual_stages, setting.mesh
-    if num_stages == 1:
-        return ()
-    times = table.times(setting)
-    unsharded = times._replace(tp=1 / table.tp)
-    of_rank = table.row_flops * setting.b / table.load / math.prod(chosen_ranks(mesh).values())
-    loads = np.array([0.0 if row.once else float(row.load.at(times)) for row in table.rows])[table.positions] * of_rank
-    sent = np.array([math.inf if row.crossing is None or row.once else float(row.crossing.at(unsharded))
-                     for row in table.rows])  # fmt: skip
-    sent = sent[table.positions] / mesh.tensor_parallel_size
-    cost = load_per_byte(loads, table.dtype, mesh, hardware)
-    partition = balance(loads, sent, num_stages, send_cost=cost)
-    if partition is None:
-        raise StageError(
-            f"the model cannot be split into {num_stages} stages",
-            why="it has too few operators at which a stage can begin",
-        )
-    return partition.cuts
-
-
 class TableCost:
     """Seconds and bytes of a cost table's operators, for a setting and a device."""
 
@@ -272,27 +244,27 @@ class TableCost:
 
     def crossing(self, row: OperatorRow) -> BoundaryBytes:
         """Return the bytes that a stage boundary before an operator sends."""
-        whole, times = row.crossing if row.crossing is not None else NOTHING, self.times_of(row)
-        return BoundaryBytes(float(whole.at(times)), 0.0 if row.once else float(row.alike.at(times)))
+        whole = row.crossing if row.crossing is not None else NOTHING
+        return BoundaryBytes(float(whole.at(self.times)), float(row.alike.at(self.times)))
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """For each stage, the bytes that it receives per microbatch. For the tail, those of all microbatches."""
-        starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
-        return [BoundaryBytes(0.0, 0.0), *map(self.crossing, starts)]
+        """For each stage, the bytes that it receives per microbatch. The tail receives nothing from another rank."""
+        starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1 : self.num_stages]]
+        nothing = BoundaryBytes(0.0, 0.0)
+        return [nothing, *map(self.crossing, starts), *[nothing] * (len(self.stages) - self.num_stages)]
 
     @cached_property
     def scatters(self) -> bool:
         """True if stages send values as shards, which the receivers gather (scatter-gather)."""
         asked = self.setting.scatter_sends
-        return scatter_is_cheaper(self.crossings[: self.num_stages], self.mesh, self.hardware) if asked is None else asked
+        return scatter_is_cheaper(self.crossings, self.mesh, self.hardware) if asked is None else asked
 
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """For each `pp` coordinate, the schedule's actions on its rank."""
         schedule, pp = self.setting.schedule, self.mesh.size("pp")
-        has_tail = self.table.tail_start is not None
-        return actions(schedule.name, self.num_stages, pp, schedule.microbatches, has_tail)
+        return actions(schedule.name, self.num_stages, pp, schedule.microbatches, len(self.stages) > self.num_stages)
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
@@ -426,12 +398,8 @@ class TableCost:
         ]
         self._subtract_overlap(parts, stage)
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
-        if index == self.num_stages:
-            return {
-                "stage": index, "tail": True, **shown, "collectives": collectives, "receives_bytes": 0, "receives_s": 0.0,
-            }  # fmt: skip
         return {
-            "stage": index, **shown, "collectives": collectives,
+            "stage": index, **({"tail": True} if index == self.num_stages else {}), **shown, "collectives": collectives,
             "receives_bytes": round(received.sent_bytes(self.mesh, self.scatters)),
             "receives_s": _digits(received.time_s(self.mesh, self.hardware, self.scatters)),
         }  # fmt: skip

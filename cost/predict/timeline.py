@@ -210,16 +210,19 @@ def timeline(
     if schedule in DELAYED:
         return _overlapping_steps(pp, microbatches, durations, overlap_sends)
     orders = actions(schedule, num_stages, pp, microbatches, has_tail)
-    return execute(orders, durations, overlap_sends=overlap_sends)
+    return execute(orders, durations, overlap_sends=overlap_sends, has_tail=has_tail)
 
 
-def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool) -> Timeline:
+def execute(
+    orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool, has_tail: bool = False
+) -> Timeline:  # fmt: skip
     """Compute the timeline of a training step in which each rank runs a given list of actions.
 
     Args:
         orders: for each rank, its actions in order.
         durations: seconds of the actions.
         overlap_sends: True if sends overlap with compute.
+        has_tail: True if the last stage in `orders` is a tail: all backwards of the stage before it use its gradients.
 
     Raises StageError if ranks deadlock. Raises OptionError for invalid durations.
 
@@ -228,7 +231,7 @@ def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap
     Span(start_s=1.0, end_s=3.0, stage=0, kind='B', microbatch=0)
     """
     durations = _complete(durations, orders)
-    return _with_ends(_EventSimulation(orders, durations, overlap_sends).run(), durations)
+    return _with_ends(_EventSimulation(orders, durations, overlap_sends, has_tail=has_tail).run(), durations)
 
 
 def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
@@ -337,16 +340,17 @@ class _EventSimulation:
     Args:
         orders: for each rank, its actions in order.
         once_s: for each rank, the seconds of "U", its gradient reduction and weight update after a batch.
+        has_tail: as in `execute`.
     """
 
     def __init__(
         self, orders: Sequence[Sequence[Action]], durations: Durations, overlap_sends: bool,
-        once_s: Sequence[float] = (),
+        once_s: Sequence[float] = (), has_tail: bool = False,
     ):  # fmt: skip
         self.orders, self.durations, self.overlap_sends = orders, durations, overlap_sends
         self.rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-        self.gradients = {_result(action) for order in orders for action in order if action.kind in "BI"}
-        self.tail = max(self.gradients)  # used if the last stage is a tail, which has one backward
+        every_action = (action for order in orders for action in order)
+        self.tail = max(every_action, key=lambda action: action.stage) if has_tail else None
         self.seconds = {
             "F": durations.forward_s, "B": durations.backward_s,
             "I": durations.input_backward_s, "W": durations.weight_backward_s, "U": once_s,
@@ -400,8 +404,9 @@ class _EventSimulation:
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
         comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
-        result = (action.stage + 1, "B", action.microbatch)
-        return (result if result in self.gradients else self.tail) if comes else None
+        is_before_tail = self.tail is not None and action.stage + 1 == self.tail.stage
+        microbatch = self.tail.microbatch if is_before_tail else action.microbatch
+        return (action.stage + 1, "B", microbatch) if comes else None
 
     def _missing(self, action: Action, received: _Result | None) -> _Result | None:
         if action.kind != "F":

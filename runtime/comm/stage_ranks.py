@@ -19,7 +19,9 @@ def stage_style_of(schedule: str | None) -> str:
 
 
 def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> int:
-    """Return the `pp` coordinate that runs `stage`. The tail, which is stage `num_stages`, runs on the last stage's.
+    """Return the `pp` coordinate that runs `stage`.
+
+    The tail is stage `num_stages`, and runs on the ranks of the last stage.
 
     >>> [stage_coordinate(s, 4, 2, "loop") for s in range(4)], [stage_coordinate(s, 4, 2, "V") for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])

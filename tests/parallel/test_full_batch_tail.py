@@ -1,4 +1,4 @@
-"""Operators that mix samples run once, on all microbatches of the last stage: exact, and refused when that cannot be."""
+"""Operators that mix samples run once, on all microbatches of the last stage."""
 
 import copy
 

@@ -19,8 +19,7 @@ import autopart
 from autopart.cost.flops import work
 from autopart.cost.hardware import profile
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.predict.stage_balance import BOUND, MAX_IMBALANCE, TIME_TOLERANCE, balance
-from autopart.cost.predict.table import stage_boundaries
+from autopart.cost.predict.stage_balance import BOUND, MAX_IMBALANCE, TIME_TOLERANCE, balance, stage_boundaries
 from autopart.cost.predict.table_data import plan_setting
 from autopart.errors import StageError
 from autopart.ir.facts import facts

@@ -73,7 +73,13 @@ class BatchNormed(Trunk):
         return self.out(self.norm(self.head(self.features(x)).tanh()).relu()).square().mean()
 
 
-MODELS = {"contrastive": Contrastive, "two uses": TwoUses, "early": Early, "hardest": Hardest, "batch norm": BatchNormed}
+MODELS = {
+    "contrastive": Contrastive,
+    "two uses": TwoUses,
+    "early": Early,
+    "hardest": Hardest,
+    "batch norm": BatchNormed,
+}
 
 
 def build(name):
@@ -82,14 +88,16 @@ def build(name):
 
 
 def dpo(beta=0.5):
-    """A GPT-2, its batch (chosen answers, then rejected ones), the loss of its pairs, and what the loss compares with."""
+    """A GPT-2, its batch (chosen answers, then rejected ones), the loss of its pairs, and the target of the loss."""
     model, batch = zoo.gpt2(rows=ROWS)
     labels = batch.pop("labels")
     torch.manual_seed(1)
     target = {"labels": labels, "reference": torch.randn(ROWS, dtype=torch.float64)}
 
     def loss_fn(output, target):
-        picked = output.logits[:, :-1].log_softmax(-1).gather(-1, target["labels"][:, 1:, None].clamp_min(0)).squeeze(-1)
+        picked = (
+            output.logits[:, :-1].log_softmax(-1).gather(-1, target["labels"][:, 1:, None].clamp_min(0)).squeeze(-1)
+        )
         gain = picked.sum(-1) - target["reference"]
         chosen, rejected = gain.chunk(2)
         return -functional.logsigmoid(beta * (chosen - rejected)).mean()

@@ -156,9 +156,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], g
     return moved, order
 
 
-def batch_mixing(
-    graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]
-) -> Iterator[tuple[fx.Node, fx.Node]]:
+def batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each operator that needs the full batch at once, with the input it needs, in graph order."""
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -215,7 +213,11 @@ def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSpli
         return BatchSplit(microbatches, chosen)
     tail = tail_of(chosen, [node for node, _ in mixing])
     trunk = {node: strategy for node, strategy in chosen.items() if node not in tail}
-    chosen = choose_batch(graph, num_ranks, trunk) if num_ranks > 1 else {**trunk, **dict(zip(tail, map(replicated, tail), strict=True))}
+    chosen = (
+        choose_batch(graph, num_ranks, trunk)
+        if num_ranks > 1
+        else {**trunk, **dict(zip(tail, map(replicated, tail), strict=True))}
+    )
     return BatchSplit(microbatches, chosen, False, tail, mixing[0])
 
 

@@ -1,4 +1,4 @@
-"""Tail of a model: the operators that run once per step, on all microbatches of the last pipeline stage.
+"""Tail of a model: operators that run once per step, on all microbatches of the last stage.
 
 A loss can compare samples of one batch: contrastive losses, pairs of chosen and rejected answers (DPO), `topk` over the
 batch. An operator that needs samples of other microbatches, and all operators that depend on it, form the tail. The
