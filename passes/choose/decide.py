@@ -19,12 +19,11 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.explain.axis_refusals import check_axes_divide
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.problem import Problem
-from autopart.passes.choose.solve.batch_axis import BatchSplit, batch_strategies, split_batch
-from autopart.passes.choose.solve.full_batch_tail import mixed_samples_error
+from autopart.passes.choose.solve.batch_axis import batch_strategies, split_batch
 from autopart.passes.choose.solve.layout_pins import AxisConstraints, solve_pinned
 from autopart.passes.choose.solve.shard_axis import Sharding, ShardingProblem, cheapest
 from autopart.passes.choose.solve.sharding_costs import CostedStep, reduce_bytes_ratio
-from autopart.passes.choose.stages.stage_partition import can_run_tail, flops_per_sent_byte, full_model_indices
+from autopart.passes.choose.stages.stage_partition import flops_per_sent_byte, full_model_indices
 from autopart.passes.choose.stages.stage_pins import pinned_partition
 from autopart.passes.pass_pipeline import driven
 
@@ -50,7 +49,6 @@ def decide(problem: Problem) -> SolvedDecisions:
             hint="run it without parallelize",
         )
     split = batch_strategies(trace, mesh, problem.schedule)
-    check_tail_share(problem, split)
     solved: dict[str, tuple[ShardingProblem, Sharding]] = {}
     stored: Mapping[str, Layout] = {}
     for axis, pinned in problem.pinned.items():
@@ -103,19 +101,11 @@ def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
     No layout problem is solved.
     """
     split = batch_strategies(problem.trace, problem.mesh, problem.schedule)
-    check_tail_share(problem, split)
     return replace(
         decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem, split.tail),
         num_stages=problem.num_stages, recompute=problem.recompute, dp_sync=problem.dp_sync,
         strategies={**split.on_axes(problem.mesh), **decisions.features}, tail=split.tail,
     )  # fmt: skip
-
-
-def check_tail_share(problem: Problem, split: BatchSplit) -> None:
-    """Raise StageError if operators that mix samples are too early to run once on all microbatches."""
-    if split.mixed is not None and not can_run_tail(problem.trace, split.tail, problem.num_stages):
-        because = f", and it is too early in the model to run after {split.microbatches} microbatches of all stages"
-        raise mixed_samples_error(split.mixed, split.microbatches, because, "microbatches=1")
 
 
 def _stages(problem: Problem, tail: frozenset[fx.Node]) -> dict[fx.Node, int]:

@@ -188,16 +188,6 @@ class BatchSplit(NamedTuple):
         """Return the entries of `Decisions.strategies` for the data-parallel axes and `MICROBATCH_AXIS`."""
         return data_strategies(mesh, self.microbatches, self.strategies, self.copied, self.tail)
 
-    def check_tail(self, schedule: str | None) -> None:
-        """Raise StageError if operators mix samples of different microbatches, and the schedule has no tail."""
-        if self.mixed is None or schedule in WITH_TAIL:
-            return
-        because, hint = "", "microbatches=1"
-        if schedule is not None:
-            because = f". Operators that mix samples run once on all microbatches, but not with schedule='{schedule}'"
-            hint = f"schedule='{WITH_TAIL[0]}', or microbatches=1"
-        raise mixed_samples_error(self.mixed, self.microbatches, because, hint)
-
 
 def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSplit:
     """Choose the batch strategies of all operators, and the operators that run once on all microbatches.
@@ -232,8 +222,29 @@ def batch_strategies(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
         check_batch(batch_size(trace), mesh, microbatches)
     split = split_batch(trace.graph, mesh.data_parallel_size, microbatches)
-    split.check_tail(schedule.name)
+    if split.mixed is not None:
+        _check_tail(trace, mesh, schedule, split.mixed, split.tail)
     return split
+
+
+def _check_tail(
+    trace: Trace, mesh: Mesh, schedule: Schedule, mixed: tuple[fx.Node, fx.Node], tail: Set[fx.Node]
+) -> None:
+    """Raise StageError if operators that mix samples cannot run once on all microbatches.
+
+    Args:
+        mixed: the first of these operators, and the input of which it needs all samples.
+        tail: these operators, and all that depend on them.
+    """
+    num_stages, because, hint = mesh.size("pp") * schedule.virtual_stages, "", "microbatches=1"
+    if schedule.name is not None and not can_run_tail(trace, tail, num_stages):
+        because = ", and too much of the model depends on it to run once on all microbatches"
+    elif schedule.name is not None and schedule.name not in WITH_TAIL:
+        because = f". Operators that mix samples run once on all microbatches, but not with schedule='{schedule.name}'"
+        hint = f"schedule='{WITH_TAIL[0]}', or microbatches=1"
+    elif schedule.name is not None:
+        return
+    raise mixed_samples_error(mixed, schedule.microbatches, because, hint)
 
 
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
