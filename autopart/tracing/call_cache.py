@@ -129,7 +129,7 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
 def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
     """Return a comparison key of a function: its code, defaults and closure.
 
-    So a lambda that is defined again in every step keeps its key.
+    A lambda that is defined again in every step has one key.
     """
     if isinstance(function, types.MethodType):
         return _function_key(function.__func__, numbers), Same(function.__self__)
@@ -167,7 +167,7 @@ def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], C
     (text, where), most = max(values.items(), key=lambda item: len(item[1]), default=(("", ""), ()))
     if len(most) > 1:
         differs = f"values that the model reads, shapes or options: `{text}` at {where} had {len(most)} values"
-        hint = "Pad batches so that it has few values, or compute with it as a tensor."
+        hint = "Pad batches so that this value changes rarely, or compute with it as a tensor."
     warnings.warn(
         f"autopart has traced {number} calls that differ in {differs}; each new one takes "
         f"about {seconds:.1f} s, and {MAX_CALLS} are kept. {hint}", stacklevel=2,
@@ -182,9 +182,8 @@ def warn_of_copies(rows: int, mesh: Mesh) -> None:
     axes = mesh.along("rows")
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(
-        f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes all of it, "
-        f"which is exact and no faster than one. Use batches of a multiple of {mesh.data_parallel_size} rows "
-        f"(DataLoader: "
-        "drop_last=True).",
+        f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes the "
+        f"full batch, which is correct but no faster than one rank. Use batches of a multiple of "
+        f"{mesh.data_parallel_size} rows (DataLoader: drop_last=True).",
         stacklevel=2,
     )

@@ -126,7 +126,6 @@ def _one_name_each(program: Any) -> None:
 
 
 def _written_out(node: fx.Node) -> bool:
-    """Return True for a dropout call that torch decomposes when it functionalizes a graph."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name in _FORMULAS and draws_random_numbers(node)
 
@@ -143,7 +142,7 @@ def own_graph(
     """Return a copy of the exported graph with parameters, buffers and constants as `get_attr` nodes.
 
     Args:
-        attributes: {placeholder: name of its tensor in the model}. Placeholders without an entry are inputs and stay.
+        attributes: {placeholder: name of its tensor in the model}. All other placeholders are inputs, and stay.
         parameters: the placeholders of parameters.
     """
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
@@ -193,7 +192,7 @@ def record_origin(node: fx.Node) -> None:
 
 @lru_cache(maxsize=4096)
 def own_frames(stack_trace: str) -> str:
-    """Return a stack trace that contains only frames of the user's code, not of torch and autopart."""
+    """Return a stack trace without the frames of torch and autopart."""
     frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]
     users_frames = [f for f in frames if "/torch/" not in f]
     return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)

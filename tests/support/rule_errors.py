@@ -97,9 +97,9 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "rule: overload": (lambda: autopart.check_rule(f"{MATMUL}.out"),
         f"RuleError: {MATMUL} has no overload 'out'\n  try    {MATMUL}.default"),
     "plan: rules": (plan_with_a_rule,
-        f"PlanError: the plan needs a sharding rule for {MATMUL} that this process does not have\n  why    it has "
-        f"none\n  try    autopart.rule(\"{MATMUL}\", \"... h, h o -> ... o\", sum=\"h\") before parallelize, or a new "
-        "plan"),
+        f"PlanError: the plan needs a sharding rule for {MATMUL} that this process does not have\n  why    it has no "
+        f"rule for it\n  try    autopart.rule(\"{MATMUL}\", \"... h, h o -> ... o\", sum=\"h\") before parallelize, "
+        "or a new plan"),
     "microbatches: no rule": (mixing_rows,
         "StageError: the batch cannot be split into 2 microbatches\n  why    scaled_mm needs all samples of a value of "
         "shape [8, 3, 16] at once: it has no sharding rule, and too much of the model depends on it to run once on all "

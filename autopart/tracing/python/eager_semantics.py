@@ -4,7 +4,7 @@ Export marks `torch.no_grad()` regions. It loses these marks inside autocast reg
 and it cannot trace `.data`. `EagerSemantics` writes both `no_grad` and `.data` as `detach` calls, which stay in the
 graph.
 
-`traceable` gives the few torch modules that export cannot trace an equivalent forward.
+`traceable` replaces the forward of the few torch modules that export cannot trace by an equivalent forward.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class EagerSemantics(TorchFunctionMode):
 
     `tensors`: the model's parameters, buffers and inputs outside of the trace.
 
-    Raises TraceError for hooks on tensors, and for in-place writes without grad mode to a value with a gradient,
-    because a trace would lose both.
+    Raises TraceError for hooks on tensors, because a trace would lose them. Raises TraceError for in-place writes
+    without grad mode to a value with a gradient.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -179,7 +179,7 @@ class EagerSemantics(TorchFunctionMode):
         return self.__torch_function__(Tensor.item, (), (tensor,)) if self.known.is_recorded(tensor) else tensor
 
     def spend(self, tensor: Tensor) -> bool:
-        """Record that an autograd.Function overwrote a tensor, so that later reads of it are refused.
+        """Record that an autograd.Function overwrote a tensor, so that later reads of it are rejected.
 
         Returns False for a tensor from outside the trace.
         """
@@ -297,8 +297,8 @@ class EagerSemantics(TorchFunctionMode):
         changed = [was for parameter, was in self.toggled.items() if parameter.requires_grad != was]
         if changed:
             raise LostInTrace(
-                f"forward() {'freezes' if changed[0] else 'unfreezes'} a parameter and leaves it so",
-                "the next call would find the parameter in another state, and its backward too",
+                f"forward() {'freezes' if changed[0] else 'unfreezes'} a parameter and does not undo it",
+                "the backward and the next call would find the parameter in another state",
                 "requires_grad_() outside of forward(), or requires_grad_ back to its value before forward() returns",
                 Refusal.WRITE,
             )
@@ -353,7 +353,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
-    """Return True if outputs depend on one of these autograd nodes other than through `inputs`."""
+    """Return True if outputs depend on one of these autograd nodes by a path that avoids `inputs`."""
     todo = [output.grad_fn for output in tensors_in(outputs)]
     seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
     while todo:
@@ -379,8 +379,7 @@ def traceable(
 
     A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A user's autograd.Function
     becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). `to_list` replaces
-    `tensor.tolist()`. A cast of a module to the
-    dtype that it already has becomes a no-op.
+    `tensor.tolist()`. A cast of a module to the dtype that it already has becomes a no-op.
     """
     exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
     for module in model.modules():
@@ -428,7 +427,7 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:
-    """Return the dtype of the enclosing `torch.autocast`; None outside of one."""
+    """Return the dtype of the enclosing `torch.autocast`; None outside of autocast."""
     for kind in dict.fromkeys((device_type, "cuda")):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
