@@ -108,11 +108,6 @@ class Table:
         ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
         return Sizes(setting.b / self.b, tokens / self.s, **ranks)
 
-    def tail_times(self, setting: RunSetting) -> Sizes:
-        """Return each size of a setting as a multiple of the reference size, for rows of the tail."""
-        times = self.times(setting)
-        return times._replace(b=times.b * setting.schedule.microbatches / self.m)
-
     @cached_property
     def tail_start(self) -> int | None:
         """Index in `order` of the first operator of the tail, None if there is no tail."""
@@ -207,7 +202,8 @@ class TableCost:
 
     def __init__(self, table: Table, setting: RunSetting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
-        self.times, self.tail_times = table.times(setting), table.tail_times(setting)
+        self.times = table.times(setting)
+        self.tail_times = self.times._replace(b=self.times.b * setting.schedule.microbatches / table.m)
         self.seconds: dict[tuple[Work, bool], float] = {}
         """{(kernel or collective, True in the tail): its duration}."""
         self._later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
