@@ -230,11 +230,12 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
     rows, moves = [], list(_moves(program))
     for stage in program.stages[: program.num_stages]:
         nodes = [n for n in active_operators(trace.graph) if decisions.stage_of[n] == stage.index]
+        own = [n for n in nodes if n not in decisions.tail]
         rows.append({
             "stage": stage.index,
-            "first": facts(nodes[0])["key"],
-            "last": facts(nodes[-1])["key"],
-            "flops": int(sum(work(n) * times(n) for n in nodes if n not in decisions.tail)),
+            "first": facts(own[0])["key"],
+            "last": facts(own[-1])["key"],
+            "flops": int(sum(work(n) * times(n) for n in own)),
             "parameters": _num_parameters(trace, stage, program),
             "receives": [b.name for b in stage.receives],
             "blocks": _block_rows(nodes, [move for move in moves if move.stage == stage.index], trace.folds),

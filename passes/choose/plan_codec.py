@@ -7,7 +7,7 @@ plan also applies to calls with other shapes of the same model: `decode` fits it
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -134,7 +134,7 @@ def _by_pattern(entries: Mapping[str, tuple[str, T]], folds: DeduplicatedBlocks)
 def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     starts, stage = [], 0
     for node in active_operators(trace.graph):
-        if decisions.stage_of[node] > stage:
+        if node not in decisions.tail and decisions.stage_of[node] > stage:
             stage = decisions.stage_of[node]
             starts.append(facts(node)["key"])
     return tuple(starts)
@@ -187,7 +187,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         rows = batch_strategies(trace, mesh, plan.schedule)
     else:
         rows = fit_batch(trace, mesh, plan.schedule)
-    cuts = _read_cuts(trace, plan, num_stages, same_trace, list(decided or {}))
+    cuts = _read_cuts(trace, plan, num_stages, same_trace, list(decided or {}), rows.tail)
     for axis in dict.fromkeys(axis for entry in plan.parameters.values() for axis in entry if mesh.stores(axis)):
         if mesh.size(axis) > 1:
             parts = _read_stored(trace, plan, mesh, axis, stored)
@@ -423,7 +423,9 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
     return sum(x != y for x, y in pairs), sum(p.kind == "P" for p in a.inputs)
 
 
-def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str]) -> tuple[int, ...]:
+def _read_cuts(
+    trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str], tail: Set[fx.Node]
+) -> tuple[int, ...]:
     """Return the index of each stage's first operator, from stage 1 on.
 
     Indices count only operators that depend on parameters.
@@ -462,12 +464,12 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
                 why="a stage would be empty: 'cuts' must be in the order of the operators", where=where,
             )  # fmt: skip
         cuts.append(at)
-    _check_crossing(nodes, plan, cuts)
+    _check_crossing(nodes, plan, cuts, tail)
     return tuple(cuts)
 
 
-def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
-    crossing = boundary_bytes(nodes)
+def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int], tail: Set[fx.Node]) -> None:
+    crossing = boundary_bytes(nodes, tail)
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):
             raise StageError(

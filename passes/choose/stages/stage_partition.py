@@ -70,8 +70,7 @@ def find_partition(
     """
     order, sent = full_model_indices(nodes, folds), boundary_bytes(nodes, tail)
     works = [0.0 if node in tail else work(node) for node in nodes]
-    end = 1 + max((i for i, index in enumerate(order) if nodes[index] not in tail), default=0)
-    crossing = [math.inf if i in inside or i >= end else sent[index] for i, index in enumerate(order)]
+    crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
     return balance([works[index] for index in order], crossing, num_stages, begins, send_cost)
 
 
@@ -146,7 +145,9 @@ def boundary_bytes(nodes: list[fx.Node], tail: Set[fx.Node] = frozenset()) -> li
         target[start + 1] += weight
         target[last_use[used] + 1] -= weight
     sent, stuck = np.cumsum(change), np.cumsum(blocked)
-    return [math.inf if stuck[i] or _tied_to_mode(node) else float(sent[i]) for i, node in enumerate(nodes)]
+    return [
+        math.inf if stuck[i] or _tied_to_mode(node) or node in tail else float(sent[i]) for i, node in enumerate(nodes)
+    ]
 
 
 def _tied_to_mode(node: fx.Node) -> bool:
