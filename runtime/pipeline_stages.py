@@ -195,9 +195,9 @@ class StageModule(nn.Module):
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
         if received:
             received = _Received.apply(self.process.device, *received)
-        sends = self.run(received, int(microbatch))
         if self.tail is not None:
-            return self.tail.receive(sends)
+            return self.tail.receive(self.run(received, int(microbatch)))
+        sends = self.run(received, int(microbatch))
         if self.is_last:
             self.loaded.other_outputs[int(microbatch)] = tuple(value.detach() for value in sends[1:])
             return _Sends.apply(self.process.device, sends[0])[0]

@@ -41,11 +41,13 @@ class TailRun:
 
         Returns a scalar. Its backward computes the gradients of this microbatch.
         """
-        microbatch = len(self.received)
+        start = _StartBackward.apply(self, len(self.received), *values)
         self.received.append(tuple(value.detach() for value in values))
+        need_grad = [value.requires_grad for value in values]
+        del values  # so that merging frees them
         if len(self.received) == self.program.microbatches:
-            self._forward_and_backward([value.requires_grad for value in values])
-        return _StartBackward.apply(self, microbatch, *values)
+            self._forward_and_backward(need_grad)
+        return start
 
     def _forward_and_backward(self, need_grad: Sequence[bool]) -> None:
         merged = merge_for_tail(self.program, self.received)
