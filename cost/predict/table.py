@@ -9,7 +9,7 @@ schedule's actions.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -114,12 +114,12 @@ class Table:
         return next((i for i, (row, _, _) in enumerate(self.order) if self.rows[row].once), None)
 
     @cached_property
-    def counts(self) -> Mapping[tuple[str, Work], int]:
+    def counts(self) -> Mapping[tuple[str, Work], float]:
         """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}.
 
         Work of the tail counts as an equal share in each microbatch.
         """
-        often_done = Counter[tuple[str, Work]]()
+        often_done = defaultdict[tuple[str, Work], float](int)
         for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():
                 for work in works:
@@ -248,7 +248,7 @@ class TableCost:
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """For each stage, the bytes that it receives per microbatch. The tail receives nothing from another rank."""
+        """For each stage, the bytes that it receives per microbatch. 0 for the tail."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1 : self.num_stages]]
         nothing = BoundaryBytes(0.0, 0.0)
         return [nothing, *map(self.crossing, starts), *[nothing] * (len(self.stages) - self.num_stages)]

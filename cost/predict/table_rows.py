@@ -157,7 +157,7 @@ class Totals:
         at: the reference sizes, at which the table was counted.
     """
 
-    works: Mapping[tuple[str, Work], int]
+    works: Mapping[tuple[str, Work], float]
     stored: Size
     trained: Size
     cut: Mapping[tuple[str, ...], ShardedBytes]

@@ -140,10 +140,9 @@ class _Writer:
         self.chosen = {axis: decisions.strategies[axis] for axis in self.sizes if axis in decisions.strategies}
         self.row_axes = decisions.row_axes
         self.trunk = trunk
-        new_stages = [StageDraft(i) for i in range(decisions.num_stages)]
-        if trunk is not None:
-            new_stages = [StageDraft(len(trunk.stages), is_tail=True)]
-        self.stages = new_stages if trunk is None else [*trunk.stages, *new_stages]
+        earlier: list[StageDraft] = [] if trunk is None else trunk.stages
+        new_stages = [StageDraft(i, is_tail=trunk is not None) for i in range(len(earlier), decisions.num_stages)]
+        self.stages: list[StageDraft] = [*earlier, *new_stages]
         random = [node for node in operators(trace.graph) if draws_random_numbers(node)]
         self.not_drawn = _replaced_noise(random) if rng == "fast" else set()
         self.draws = [node for node in random if node not in self.not_drawn]
