@@ -96,7 +96,7 @@ def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
 
 
 def _has_cache(config: Any) -> bool:
-    """Return True if a configuration, or one nested in it (`config.text_config`), switches the key/value cache on."""
+    """Return True if a config, or one nested in it (`config.text_config`), has `use_cache=True`."""
     nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     return bool(getattr(config, _NO_CACHE, False)) or any(map(_has_cache, nested))
 

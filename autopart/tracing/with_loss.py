@@ -25,7 +25,7 @@ def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 
 
 def without_caches(output: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a model's output with None in place of transformers' key/value caches, which hold no tensors to pytree.
+    """Return a model's output with None in place of transformers' key/value caches.
 
     A loss function has read its caches by then. A call with `use_cache=True` keeps them.
     """
