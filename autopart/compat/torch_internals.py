@@ -6,7 +6,7 @@ import ctypes
 import functools
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -37,6 +37,22 @@ TreeSpec = pytree.TreeSpec
 tree_flatten = pytree.tree_flatten
 tree_map = pytree.tree_map
 tree_unflatten = pytree.tree_unflatten
+
+
+def register_mapping(kind: type[dict[Any, Any]]) -> None:
+    """Register a subclass of dict as a pytree node, whose children are its values."""
+
+    def built(values: Iterable[Any], keys: Any) -> Any:
+        new = kind.__new__(kind)
+        for key, value in zip(keys, values, strict=True):
+            new[key] = value
+        return new
+
+    pytree.register_pytree_node(
+        kind, lambda mapping: (list(mapping.values()), list(mapping)), built,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=lambda mapping: ([(pytree.MappingKey(k), v) for k, v in mapping.items()], list(mapping)),
+    )  # fmt: skip
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

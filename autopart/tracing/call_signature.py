@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat.export_internals import redirected_conditions, redirected_transforms
-from autopart.compat.torch_internals import Tracing, leaves_with_names, tree_flatten, tree_unflatten
+from autopart.compat.torch_internals import Tracing, leaves_with_names, register_mapping, tree_flatten, tree_unflatten
 from autopart.tracing.autograd.autograd_functions import apply_as_operator
 from autopart.tracing.autograd.cond_branches import both_branches
 from autopart.tracing.autograd.func_transforms import transformed
@@ -25,7 +25,7 @@ from autopart.tracing.python.python_random import drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.recorded_reads import watched_frames
 from autopart.tracing.python.user_checkpoints import UserCheckpoints
-from autopart.tracing.with_loss import call, users_input, users_modules
+from autopart.tracing.with_loss import call_model, users_input, users_modules, without_caches
 
 PREFIX = "model."
 """Prefix of the model's own parameters and modules inside an `ExportEntry`."""
@@ -96,7 +96,10 @@ class ExportEntry(nn.Module):
             watched, written, assigned(numbers), self.state, self.autocast, floats, semantics, hook, checkpoints,
             conditions, transforms, draws,
         ):  # fmt: skip
-            output = call(self.model, tree_unflatten(arguments, self.spec))
+            call = tree_unflatten(arguments, self.spec)
+            returned = call_model(self.model, call)
+            output = without_caches(returned, call)
+            self.semantics.drops_caches = output is not returned
             self.semantics.check_unspent(tensors_in(output))
             self.semantics.check_unfrozen()
         register_dataclasses(output)
@@ -113,11 +116,14 @@ def tensor_names(names: Sequence[str]) -> list[str]:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the dataclasses in a value that contain tensors as pytree nodes.
+    """Register the dataclasses in a value that contain tensors, and subclasses of dict, as pytree nodes.
 
     Classes that are registered already do not change.
     """
     for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, dict):
+            register_mapping(type(leaf))
+            return register_dataclasses(value)
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             continue
         fields = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]

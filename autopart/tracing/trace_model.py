@@ -92,8 +92,13 @@ def bind_next_call(
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
     """Return True if a model, or the model that it wraps (as peft does), can return a key/value cache."""
     hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    configured = bool(getattr(getattr(model, "config", None), _NO_CACHE, False))
-    return _NO_CACHE in signature.parameters or (hands_on and configured)
+    return _NO_CACHE in signature.parameters or (hands_on and _has_cache(getattr(model, "config", None)))
+
+
+def _has_cache(config: Any) -> bool:
+    """Return True if a config, or one nested in it (`config.text_config`), has `use_cache=True`."""
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return bool(getattr(config, _NO_CACHE, False)) or any(map(_has_cache, nested))
 
 
 def _names(args: tuple, kwargs: Mapping[str, Any]) -> str:
@@ -182,6 +187,7 @@ def _traced(
         *both,
         *random_branch_notes(entry.semantics.chances, traced.graph),
         *[DRAWN_BY_TORCH] * entry.draws_by_torch,
+        *["the key/value cache among the outputs is dropped"] * entry.semantics.drops_caches,
         *entry.semantics.hook_notes,
         *entry.semantics.skipped.notes(),
         *entry.semantics.decisions.notes(),

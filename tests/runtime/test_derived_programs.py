@@ -18,7 +18,7 @@ from autopart.recipe import compiler as compiling
 from autopart.recipe.compiler import Compiler
 from autopart.recipe.sizes.program_template import check_derived
 from autopart.recipe.sizes.size_formula import NotDerivable, SizeFormula, fit_integer
-from autopart.tracing.python.size_conditions import TracedSize, traced_sizes
+from autopart.tracing.python.size_conditions import TracedSize, plain_sizes, traced_sizes
 
 
 @pytest.mark.parametrize(("sizes", "values", "formula"), [
@@ -61,6 +61,31 @@ def test_a_traced_size_is_an_int_that_records_decisions():
     assert {c.name for c in conditions} >= {"floordiv", "eq", "gt", "mod", "ne"} and all(c.holds for c in conditions)
     assert length / 5 == 4.8 and length * 0.5 == 12.0 and -length == -24 and divmod(length, 7) == (3, 3)
     assert length + torch.ones(()) == 25 and torch.zeros(length, 2).shape == (24, 2) and f"{length}" == "24"
+
+
+class KeepsSizes(nn.Module):
+    """It stores sizes in attributes, and returns them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.longest, self.rows = nn.Linear(4, 4), 0, 0
+
+    def forward(self, x):
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+        self.rows = x.size(0)
+        return self.linear(x).square().mean() * self.longest, x.shape[1], x.shape
+
+
+def test_sizes_leave_a_trace_as_ints():
+    model = KeepsSizes().double()
+    compiler = Compiler(model, Mesh.parse("dp2"), Options())
+    program, _ = compiler.program((), {"x": torch.randn(8, 12, 4).double()}, purpose="forward", training=True)
+    assert [type(output.constant) for output in program.outputs[1:]] == [int] * 4
+    assert (type(model.longest), model.longest, type(model.rows), model.rows) == (int, 12, int, 8)
+    kept = plain_sizes({"shapes": [traced_sizes(torch.Size([8, 12]), [])], "rows": (traced_sizes(8, []), "rows")})
+    assert kept == {"shapes": [torch.Size([8, 12])], "rows": (8, "rows")}
+    assert {type(size) for size in (*kept["shapes"][0], kept["rows"][0])} == {int}
 
 
 def derived_and_traced(model, mesh, batches, **options):

@@ -96,6 +96,7 @@ class EagerSemantics(TorchFunctionMode):
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self.drops_caches = False  # True if an output was a key/value cache
         self.origins = WeakIdKeyDictionary()  # {tensor: its ancestors among inputs and module outputs}
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`

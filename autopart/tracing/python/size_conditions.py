@@ -8,7 +8,7 @@ linear function of the size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,29 @@ def traced_sizes(value: Any, conditions: list[SizeCondition]) -> Any:
     if type(value) is torch.Size:
         return torch.Size([traced_sizes(size, conditions) for size in value])
     return value
+
+
+def plain_sizes(value: Any) -> Any:
+    """Convert `TracedSize` objects back to ints, also in tuples, lists, dicts and sets.
+
+    Returns the same object if it has none.
+    """
+    if isinstance(value, TracedSize):
+        return int(value)
+    if type(value) is torch.Size:
+        return torch.Size([int(size) for size in value])
+    if type(value) is dict:
+        parts = [part for pair in value.items() for part in pair]
+        plain = [plain_sizes(part) for part in parts]
+        return value if _are_same(plain, parts) else dict(zip(plain[::2], plain[1::2], strict=True))
+    if type(value) in (tuple, list, set):
+        plain = [plain_sizes(part) for part in value]
+        return value if _are_same(plain, value) else type(value)(plain)
+    return value
+
+
+def _are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    return all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _recorded(name: str, left: Any, right: Any) -> Any:
