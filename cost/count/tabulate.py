@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -77,8 +78,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _stage_starts(trace, nodes), _loads(trace, growth, nodes)
     places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
+    names = _prologue_names(walks)
     rows = [
-        one.row(each, each.node in places, loads.get(each.node, NOTHING))
+        one.row(each, each.node in places, loads.get(each.node, NOTHING), names)
         for one, operators in zip(held, stages, strict=True) for each in operators
     ]  # fmt: skip
     starts = tuple(accumulate(map(len, stages)))[:-1]
@@ -95,7 +97,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         1, batch // (program.data_parallel_size * program.microbatches)
     )  # a call without a batch is identical on every rank
     prologue = {
-        name: _per_sample(size, growth.of(node), batch) for walk in walks
+        names[name]: _per_sample(size, growth.of(node), batch) for walk in walks
         for name, (node, size) in walk.in_memory.input_bytes.items()
     }  # fmt: skip
     inputs = {id(tensor): tensor.nbytes for tensor in trace.call.tensors}
@@ -138,6 +140,21 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
             contiguous=name not in scattered_shards,
         )
     return parameters
+
+
+def _prologue_names(walks: Sequence[Liveness]) -> dict[str, str]:
+    """Return {name of a prologue buffer in `walks`: name in the table}, the key of the operator that allocates it.
+
+    Names of graph nodes depend on the number of traced blocks, keys do not. Further buffers with a key are numbered.
+    """
+    names, counts = dict[str, str](), Counter[str]()
+    for walk in walks:
+        for name, (node, _) in walk.in_memory.input_bytes.items():
+            if name not in names:
+                key = facts(node).get("key", name)
+                names[name] = f"{key}+{counts[key]}" if counts[key] else key
+                counts[key] += 1
+    return names
 
 
 def _per_sample(size_bytes: int, powers: Exponents, batch: int) -> Size:
