@@ -149,9 +149,7 @@ class SymbolicMemory:
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
         self.cast_again = {str(node.target) for node in read if node is not None}
 
-    def row(
-        self, one: OperatorWork, is_place: bool, load: Size, prologue_names: Mapping[str, str]
-    ) -> OperatorRow:
+    def row(self, one: OperatorWork, is_place: bool, load: Size, prologue_names: Mapping[str, str]) -> OperatorRow:
         """Return the cost table's row of one operator.
 
         Args:

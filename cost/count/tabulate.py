@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from torch import fx
@@ -145,15 +144,22 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
 def _prologue_names(walks: Sequence[Liveness]) -> dict[str, str]:
     """Return {name of a prologue buffer in `walks`: name in the table}, the key of the operator that allocates it.
 
-    Names of graph nodes depend on the number of traced blocks, keys do not. Further buffers with a key are numbered.
+    Names of graph nodes depend on the stage and on the number of traced blocks, keys do not. Several buffers of one
+    operator are numbered.
     """
-    names, counts = dict[str, str](), Counter[str]()
+    names, sizes_bytes = dict[str, str](), dict[str, int]()
     for walk in walks:
-        for name, (node, _) in walk.in_memory.input_bytes.items():
+        buffers = walk.in_memory.input_bytes
+        of_stage = {names[name] for name in buffers if name in names}
+        for name, (node, size_bytes) in buffers.items():
             if name not in names:
                 key = facts(node).get("key", name)
-                names[name] = f"{key}+{counts[key]}" if counts[key] else key
-                counts[key] += 1
+                candidates = (f"{key}+{number}" if number else key for number in count())
+                names[name] = next(
+                    one for one in candidates
+                    if one not in of_stage and sizes_bytes.setdefault(one, size_bytes) == size_bytes
+                )  # fmt: skip
+                of_stage.add(names[name])
     return names
 
 
