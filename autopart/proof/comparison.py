@@ -26,7 +26,7 @@ from autopart.ir.sharding import local_shard_of
 from autopart.ir.trace import Trace
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.proof.summed_magnitudes import summed_magnitude
+from autopart.proof.summed_magnitudes import gradient_magnitudes, summed_magnitude
 from autopart.runtime.batch.batch_split import merge_microbatches
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
@@ -235,6 +235,12 @@ class GraphUnderTest:
             values = self.values()
             terms = {name: scale_of(summed_magnitude(node, values)) for name, node in updates.items()}
         return dict.fromkeys(self.traced.buffer_updates, FLOOR) | terms
+
+    def gradient_magnitudes(self, names: Collection[str], factor: float = 1.0) -> dict[str, Tensor]:
+        """Return {parameter: summed magnitudes of the terms of its gradient}, times a factor."""
+        values = self.values()
+        terms = gradient_magnitudes(self.seed(self.flat_outputs(values)), values, names)
+        return {name: magnitude * factor for name, magnitude in terms.items()}
 
     # Partitioned
 
