@@ -66,7 +66,8 @@ def difference(model: nn.Module) -> str:
 
 
 def results(outputs: list[Tensor], weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the values of outputs and the gradients of weights; zeros are those of an unused weight."""
+    """Return the dense values of outputs and the gradients of weights; zeros are those of an unused weight."""
+    outputs = [output if output.layout == torch.strided else output.to_dense() for output in outputs]
     seeds = [torch.view_as_real(o.resolve_conj()) if o.is_complex() else o for o in outputs if o.requires_grad]
     loss = sum((seed * weights_like(seed)).sum() for seed in seeds)
     grads = torch.autograd.grad(loss, weights, allow_unused=True) if isinstance(loss, Tensor) else [None] * len(weights)

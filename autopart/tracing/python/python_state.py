@@ -89,7 +89,9 @@ class PythonState:
         attributes |= {key: before[key][0] for key in _OF_PARAMETERS & before.keys()}
         for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
             new = _bound_to(module, attributes.pop(key))
-            if not (isinstance(new, types.MethodType) and new == getattr(module, key, None)):  # else it sets a method of its class, as a restored `forward` does
+            if not (
+                isinstance(new, types.MethodType) and new == getattr(module, key, None)
+            ):  # else it sets a method of its class, as a restored `forward` does
                 self.changed[f"{name}.{key}".lstrip(".")] = (None, new)
         for key, (value, content) in before.items():
             now = _bound_to(module, attributes.get(key))

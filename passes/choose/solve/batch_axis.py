@@ -189,7 +189,7 @@ def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.
     """
     # Without samples nothing is split.
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
-        check_batch(batch_size(trace), mesh, microbatches)
+        check_batch(trace, mesh, microbatches)
     chosen = _row_strategies(trace, mesh.data_parallel_size * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)
     return chosen
