@@ -216,7 +216,7 @@ class GraphUnderTest:
         inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
         all_grads = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
         pairs = zip(trained, all_grads, strict=False)
-        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
+        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None and g.numel()}
         names = self.traced.call.with_gradient
         input_grads = {n: g for n, g in zip(names, all_grads[len(trained) :], strict=True) if g is not None}
         # Copies: an output may be a buffer.

@@ -33,7 +33,6 @@ NOT_RUN = {
 }
 """{why an operator is not compared: its names}."""
 MAY_BE_REFUSED = {
-    "a gradient that is always zero": "bernoulli cat linalg.matrix_power",
     "a size or a position that depends on values": "argwhere linalg.lstsq linalg.lstsq.grad_oriented masked_select "
     "narrow nonzero repeat_interleave tensor_split",
     "a sparse parameter": "sparse.mm.reduce sparse.sampled_addmm",
