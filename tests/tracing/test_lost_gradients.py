@@ -322,6 +322,7 @@ ZEROS = {
     "matrix_power": (lambda y, w: y @ torch.linalg.matrix_power(w, 0), (4, 4)),
     "method": (lambda y, w: y @ w.matrix_power(0) + y @ w.matrix_power(2), (4, 4)),
     "bernoulli": (lambda y, w: y @ torch.bernoulli(w), (4, 4)),
+    "addmm with beta=0": (lambda y, w: torch.addmm(w, y.t(), y, beta=0), (4, 4)),
     "an empty vector": (lambda y, w: torch.cat([w, y]), (0,)),
 }
 
