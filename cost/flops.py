@@ -18,7 +18,7 @@ from autopart.ops.operators import autopart_ops
 def work(node: fx.Node) -> float:
     """Return the FLOPs of an operator.
 
-    Without a matrix product, they are one per output element, or 0 if the operator only moves data.
+    An operator without a matrix product counts one FLOP per output element, or 0 if it only moves data.
     """
     flops = matrix_work(node)
     if flops:
@@ -61,9 +61,10 @@ def _known(node: fx.Node) -> Any:
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return torch's FLOP counter with the formulas of `FORMULAS`, which torch lacks or has wrong.
+    """Return torch's FLOP counter with the additional formulas of `FORMULAS`.
 
-    For example, torch counts the backward of a grouped convolution as if the convolution were dense.
+    Torch lacks these formulas or has wrong ones. For example, it counts the backward of a grouped convolution as if
+    the convolution were dense.
     """
     return FlopCounterMode(display=False, custom_mapping=FORMULAS)
 

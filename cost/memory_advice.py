@@ -170,7 +170,7 @@ def helpful_remedies(remedies: Iterator[Remedy], needed: int, limit: int, estima
 def _tried(remedies: Iterable[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
     """Yield (change, bytes of the fullest rank) for each change that needs less than `total` bytes.
 
-    Changes for which no plan exists are skipped.
+    Changes with which no plan exists are skipped.
     """
     for way in remedies:
         try:

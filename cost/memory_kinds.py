@@ -24,8 +24,9 @@ class RankMemory:
     """Peak memory of one rank during a training step, by kind, in bytes.
 
     One object represents all ranks with the same `pp` coordinate. The prediction assumes that a step begins without
-    gradients (`optimizer.zero_grad()`, whose default frees them), and that AdamW updates without copies (`fused=True`).
-    torch's default on GPUs, `foreach`, needs additional memory, up to the bytes of all trained parameters.
+    gradients (`optimizer.zero_grad()`, whose default frees them). It assumes that AdamW updates without copies
+    (`fused=True`). torch's default on GPUs, `foreach`, needs additional memory, up to the bytes of all trained
+    parameters.
 
     Args:
         stages: indices of the pipeline stages that the rank runs.
@@ -35,8 +36,8 @@ class RankMemory:
         activations: peak of the tensors saved for backward.
         temporary: peak memory of one forward or backward in addition to the saved tensors.
         communication: receive buffers of pipelining, and the largest bucket of gradients of tied parameters.
-        gathered: with ZeRO 1 and 2, unsharded parameters, in addition to the rank's shards; with ZeRO 1 also unsharded
-            gradients.
+        gathered: unsharded parameters under ZeRO 1 and 2, in addition to the rank's shards. Under ZeRO 1, unsharded
+            gradients are included.
         total: peak of the sum. It can be below the sum of all kinds, because they do not all peak at the same time.
         in_flight: {stage: microbatches whose activations are saved when `activations` peaks}.
     """

@@ -48,7 +48,10 @@ class Shown(NamedTuple):
 
 
 class Dump:
-    """Dump folder of one trace, with the latest text of each graph, which the next pass is compared with."""
+    """Dump folder of one trace.
+
+    It stores the latest text of each graph, with which the next pass is compared.
+    """
 
     def __init__(self, root: str, graph: fx.Graph):
         self.root, self.folder, self.num_passes = root, _new_folder(root), 0
@@ -70,9 +73,9 @@ class Dump:
 
         Args:
             name: name of the pass, for file names.
-            text: name and options of the pass, for readers.
+            text: name and options of the pass, for users.
             failed: the pass raised an error.
-            shown: prints `result`, the return value of the pass.
+            shown: functions that print `result`, the return value of the pass.
         """
         self.num_passes += 1
         numbered = f"{self.num_passes:02}-{name}"
@@ -136,9 +139,9 @@ def check_folder() -> None:
 
 
 def _own_folder(root: str) -> Path:
-    """Return the dump folder of this process, which is created if missing.
+    """Return the dump folder of this process. Create it if it is missing.
 
-    Each process has its own folder, because all processes of a run can share `root`.
+    Each process has a separate folder, because all processes of a run can share `root`.
     """
     rank = os.environ.get("RANK")
     folder = Path(root).expanduser() / (f"pid{os.getpid()}" if rank is None else f"rank{rank}")

@@ -1,7 +1,7 @@
-"""Driver of passes: it times and checks them, writes dumps (`dump.py`), and reports which node failed.
+"""Driver of passes: it times and checks them, writes dumps (`dump.py`), and reports failed nodes.
 
-A `Pass` rewrites a graph in place, under `run_passes`. Functions of a trace that do not rewrite its graph (they analyze
-it, choose a plan or write a program) run in the driver if they are decorated with `driven`.
+A `Pass` rewrites a graph in place, under `run_passes`. Other functions of a trace analyze it, choose a plan or write a
+program. They run in the driver if they are decorated with `driven`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ same_calls: ContextVar[dict[tuple, Any]] = ContextVar("results of calls on fake 
 class PassError(RuntimeError):
     """A pass failed. The text names the pass, the node, and the module and line of the user's code.
 
-    The failure is a fault of autopart. PassError is no `AutopartError`, so code that handles mistakes of users does not
-    catch it.
+    The failure is a fault of autopart. PassError is not an `AutopartError`, so code that handles mistakes of users
+    does not catch it.
     """
 
 
@@ -68,7 +68,7 @@ class Pass:
 
     @classmethod
     def parse(cls, text: str, known: Mapping[str, Pass]) -> Pass:
-        """Return the pass that a text such as `take_apart{depth=2}` describes, the inverse of `str`.
+        """Return the pass that a text such as `take_apart{depth=2}` describes. `str` is the inverse.
 
         `known`: passes by name. Raises OptionError if the pass is unknown or the text is malformed.
         """
@@ -119,7 +119,7 @@ def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Cal
 
 
 def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[Any]:
-    """Run passes in this order, and return their results.
+    """Run passes in the order of the list, and return their results.
 
     After each pass that changed the graph, dead code is removed and the order of nodes is checked. `graph.lint` runs
     after the last pass, or after each pass if `AUTOPART_CHECK` is set. Raises PassError.
@@ -206,7 +206,6 @@ def _drive(
 
 
 def _failed(called: Pass, of: str, error: Exception) -> PassError:
-    """Return the PassError for an exception in a pass. It names the node that the pass was working on."""
     node = _node_of(error)
     at = f" at '{node.name}'" if node is not None else ""
     pass_failure = AutopartError(
@@ -225,7 +224,8 @@ def _said(called: Pass, of: str) -> str:
 def _node_of(error: Exception) -> fx.Node | None:
     """Return the node that a failed pass was working on, from the local variables of the traceback.
 
-    This is the variable `node` of the innermost frame that has one, else any local node, else None.
+    The result is the variable `node` of the innermost frame that has such a variable. Otherwise it is any local
+    variable that is a node, or None.
     """
     named = other = None
     for frame, _ in traceback.walk_tb(error.__traceback__):

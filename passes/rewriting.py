@@ -52,7 +52,7 @@ def argument_key(leaf: Any) -> tuple:
 def fake_mode(near: list[fx.Node]) -> Any:
     """Return a context manager in which operators compute on fake tensors: the fake mode of `near`.
 
-    If the values of `near` have no fake mode, it is their device (meta).
+    If `near` has no fake mode, the context manager is the device of `near` (meta).
     """
     values = [v for n in near for v in (value(n) if isinstance(value(n), (tuple, list)) else [value(n)])]
     values = [v for v in values if isinstance(v, torch.Tensor)]
@@ -61,10 +61,10 @@ def fake_mode(near: list[fx.Node]) -> Any:
 
 
 def name_replacement_calls(node: fx.Node, before: fx.Node, name: str) -> None:
-    """Name the calls that replace `node`: those between `before` and `node` in the graph.
+    """Name the calls that replace `node`. These are the calls between `before` and `node` in the graph.
 
-    The first call gets the name of `node`, all others get `name`. Without random operators (eval mode), a trace
-    contains `node` itself, so a stage boundary at that name is found in both traces.
+    The first call gets the name of `node`, all other calls get `name`. Without random operators (eval mode), a trace
+    contains `node` itself. So a stage boundary with this name is found in both traces.
     """
     call, first = before.next, True
     while call is not node:
@@ -81,7 +81,7 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 
 
 def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node]) -> None:
-    """Replace a call with several results: result `i` by `parts[i]`. Erase the call.
+    """Replace each result `i` of a call with several results by `parts[i]`. Erase the call.
 
     Unused results may be missing in `parts`.
     """

@@ -122,8 +122,9 @@ class Executable:
         Raises InputError if `comparison` finds that ranks make different calls.
 
         Args:
-            scaling: dynamic loss scaling. If a gradient is not finite, all `.grad` become None, also those of earlier
-                calls. Then the optimizer's step changes nothing.
+            scaling: dynamic loss scaling. If a gradient is not finite, every `.grad` becomes None, including gradients
+                of
+                earlier calls. Then the optimizer's step changes nothing.
 
         Returns:
             The loss and the program's other outputs, for the global batch, detached.
@@ -226,7 +227,7 @@ class Executable:
         return loss.detach(), *other_outputs
 
     def _chain(self, microbatch: int) -> tuple[Any, ...]:
-        """Run one microbatch through all stages, without a pipeline: this rank has all stages."""
+        """Run one microbatch through all stages, all of which are on this rank."""
         values: tuple[Any, ...] = ()
         for module in self.modules:
             values = module.run(values, microbatch)
@@ -270,7 +271,8 @@ class Executable:
         """Load the stages with the inputs of a call, for a `with` block.
 
         Args:
-            sends: graphs communicate in the block. Then the comparison of the ranks' calls is finished first.
+            sends: True if graphs communicate in the block. Then the comparison of the ranks' calls is finished before
+                it.
         """
         device = self.process.device
         local_inputs = move_to_device(device, self.program, inputs)
@@ -306,11 +308,11 @@ class Executable:
     def _fresh_gradients(self, hooks: DeferredHooks, every: bool) -> Iterator[None]:
         """Set `.grad` of parameters to None for a `with` block, and add the earlier gradients at its end.
 
-        Applies to parameters whose gradients are reduced or that have hooks. For other parameters, autograd accumulates
-        into the earlier `.grad`.
+        Applies to parameters whose gradients are reduced or that have hooks. For other parameters, autograd
+        accumulates into the earlier `.grad`.
 
         Args:
-            every: apply to all parameters.
+            every: True to apply it to all parameters.
         """
         parameters = self.parameters.values() if every else [*self.reduced_parameters, *hooks.parameters]
         before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
@@ -330,8 +332,7 @@ class Executable:
 def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
     """Move the inputs of a call to the device of this rank.
 
-    Dropout seeds stay on the host, because host code reads them. Reading them from a GPU would synchronise with the
-    GPU.
+    Dropout seeds stay on the CPU, because CPU code reads them. Reading them from a GPU would synchronise with the GPU.
     """
     return [
         value.to(device) if isinstance(value, Tensor) and name != SEEDS else value
@@ -348,7 +349,7 @@ def has_collectives(stage: Stage) -> bool:
 def compared(comparison: Comparison) -> Iterator[None]:
     """Finish the comparison of the ranks' calls if this `with` block, which runs a call, fails.
 
-    If the ranks passed different arguments, an error that names these arguments replaces the original error.
+    If the ranks passed different arguments, the error that names these arguments replaces the original error.
     """
     try:
         with explain_missing_operators():

@@ -1,9 +1,9 @@
 """Run all ranks of a program in one process, in lockstep. `verify` uses it.
 
-The stage graphs are interpreted node by node. A value is a list of local values, one for each rank of the stage. A
+The stage graphs are interpreted node by node. Each value is a list of local tensors, one for each rank of the stage. A
 collective is a function of the local tensors of all ranks of a group, with the same arithmetic as on process groups.
-Its autograd function takes and returns the list of these tensors. So one `torch.autograd.backward` over the losses of
-all ranks computes the gradients of every rank.
+Its autograd function takes and returns such a list. So one `torch.autograd.backward` over the losses of all ranks
+computes the gradients of every rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_lockstep(
             parameter in its forward, the local tensors are changed in place.
         buffers: {name: tensor}, equal on every rank. They are not changed.
         inputs: in the order of `program.input_names`.
-        on_value: called after every node.
+        on_value: function that is called after every node.
         stage_style: assignment of stages to ranks, "loop" or "V".
         primitives: collectives on lists, instead of `LIST_PRIMITIVES`.
         new_buffers: dict that receives {rank: {buffer: new value}}.
@@ -136,7 +136,7 @@ def _rank_copies(values: Sequence[Any]) -> list[Any]:
 
 
 class _StageRun:
-    """Run of one stage on all ranks that have this stage."""
+    """One run of a stage on all ranks that have this stage."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class ProgramSource(Protocol):
-    """Interface through which a ParallelModule gets programs. It traces new calls.
+    """Interface through which a ParallelModule gets its programs. The source traces calls that are new.
 
     Equal calls get the same Program.
     """
@@ -101,14 +101,20 @@ class ProgramSource(Protocol):
 
     @property
     def written(self) -> Collection[str]:
-        """Names of frozen parameters that the model writes in its forward. The module has them as buffers."""
+        """Names of frozen parameters that the model writes in its forward.
+
+        The partitioned module has them as buffers.
+        """
 
     @property
     def changed_values(self) -> str:
         """Text of Python values that have changed since the program of the last call was traced."""
 
     def agreed(self) -> Mapping[str, str]:
-        """Return {name: text} of versions, options and the plan. Each text must be equal on all ranks."""
+        """Return {name: text} of versions, options and the plan, for a comparison between ranks.
+
+        All must be equal.
+        """
 
 
 class ParallelModule(
@@ -126,8 +132,8 @@ class ParallelModule(
         loss = pm.step(**batch)
         optimizer.step()
 
-    Raises RuntimeSetupError at construction if the processes do not fit the mesh, and TraceError if parameters are
-    accessed before the model is traced.
+    The constructor raises RuntimeSetupError if the processes do not fit the mesh. Access to parameters before the
+    model is traced raises TraceError.
     """
 
     @torch.inference_mode(False)  # parameters created in inference mode could never be trained
@@ -243,10 +249,12 @@ class ParallelModule(
         Args:
             loss_fn: computes the loss as `loss_fn(outputs, target)`, for a model that returns no loss. It is traced
                 with the model.
-            loss_scale: a number, or a tensor with one entry. Gradients are those of `loss_scale` times the loss. The
+            loss_scale: a number, or a tensor with one entry. The step adds the gradients of `loss_scale` times the
+                loss. The
                 returned loss and earlier gradients in `.grad` are not multiplied. With `precision="fp16"`, `step` also
-                applies `pm.loss_scale`, a separate factor, and divides it out again. Then every `.grad` is None if a
-                gradient is not finite.
+                applies `pm.loss_scale`, a separate factor, and divides the gradients by it again. If a gradient is
+                    then not
+                finite, every `.grad` is None.
             num_tokens: number of labels in all batches whose gradients are accumulated, for a loss that is a mean over
                 labels. Loss and gradients are then sums over this batch's labels, divided by this number.
             outputs: return `(loss, outputs)` on every rank. `outputs` are the model's outputs for the global batch,
@@ -280,7 +288,7 @@ class ParallelModule(
 
     @meeting
     def full_state_dict(self) -> dict[str, Any]:
-        """Return {name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
+        """Return {name: full tensor} on every rank, as the original model's `state_dict`. A collective call."""
         program = self._traced("full_state_dict")
         self._replicas.check_before("full_state_dict", program, self._local_parameters)
         stage_style = stage_style_of(self._schedule)
@@ -301,7 +309,7 @@ class ParallelModule(
     def full_grads(self) -> dict[str, Tensor]:
         """Return {name: full gradient} on every rank. A collective call.
 
-        It has the names of the model's `named_parameters`, without those that have no gradient.
+        Names are those of the model's `named_parameters`. Parameters without a gradient are left out.
         """
         program = self._traced("full_grads")
         check_reduced(self._process, "full_grads()")
@@ -344,9 +352,9 @@ class ParallelModule(
 
     @on_local_values
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights by the model's names, each as this rank's shard or as the full tensor.
+        """Load weights by the model's names. A value is this rank's shard or the full tensor.
 
-        Names of other stages' parameters are accepted. Raises OptionError for `assign=True`. In all else it returns and
+        Names of other stages' parameters are accepted. Raises OptionError for `assign=True`. Otherwise it returns and
         raises as `nn.Module.load_state_dict`.
         """
         self._traced("load_state_dict()")
@@ -369,7 +377,10 @@ class ParallelModule(
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def _meet(self, name: str) -> None:
-        """Wait until every rank calls the method `name`. Raise InputError on all ranks if one calls another."""
+        """Wait until every rank calls the method `name`.
+
+        Raise InputError on all ranks if a rank calls another method.
+        """
         self._in_flight.drain()
         if self._program is not None:
             none = frozenset[str]() if self._local_batch else None
@@ -378,7 +389,7 @@ class ParallelModule(
 
     @contextmanager
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Compare this call with the calls of other ranks if this `with` block, which traces it, fails.
+        """Compare this call with the calls of other ranks if this `with` block, which traces the call, fails.
 
         With `local_batch`, the trace can succeed on other ranks, whose samples have other shapes. Then all ranks raise
         an error that shows the difference.
@@ -409,7 +420,7 @@ class ParallelModule(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
-        """Return the executable for a call, and the comparison of the call between ranks, in flight."""
+        """Return the executable for a call, and the comparison of the call between ranks, which is in flight."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unreduced.is_open else ""
@@ -462,8 +473,8 @@ class ParallelModule(
     def _adopt(self, program: Program) -> Program:
         """Make `program` the current program, and register its new parameters and buffers.
 
-        Parameters of earlier programs stay sharded as they are. Returns `program` with their layouts. If this rank's
-        stages use no parameter, registers an empty placeholder.
+        Parameters of earlier programs keep their layouts. Returns `program` with these layouts. If this rank's stages
+        use no parameter, registers an empty placeholder.
         """
         model = self._source.model
         check_exact(program, self._process.device)
@@ -516,7 +527,7 @@ class ParallelModule(
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
-        """Create the objects that count steps or have state of gradients, for a module that has run no step."""
+        """Create the objects that count steps or store gradient state, for a module that has run no step."""
         stage_style = stage_style_of(self._schedule)
         self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)

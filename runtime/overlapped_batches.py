@@ -1,7 +1,7 @@
 """Batches that are still in flight when `step` returns, under the schedule "1f1b_2bw".
 
-Under all other schedules `step` finishes its batch, and the class `OverlappedBatches` does nothing. The optional
-package that implements "1f1b_2bw" subclasses it.
+Under all other schedules `step` finishes its batch, and the class `OverlappedBatches` does nothing. An optional
+package implements "1f1b_2bw" as a subclass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepRunner(Protocol):
 
 
 class OverlappedBatches:
-    """Batches of a module that are in flight between calls. In this base class there are none.
+    """Batches of a module that are in flight between calls. This base class has no such batches.
 
     Args:
         schedule: the module's schedule.
@@ -57,9 +57,9 @@ class OverlappedBatches:
         return make(parameters=self.parameters)
 
     def flush(self) -> Tensor:
-        """Finish the batch in flight, and add its gradients to `.grad`. Return its loss.
+        """Finish the batch in flight, and add its gradients to `.grad`.
 
-        The loss is NaN if no batch is in flight.
+        Return its loss; NaN if no batch is in flight.
         """
         raise UsageError(
             "flush() is only for schedule='1f1b_2bw'", hint="remove the call",
@@ -67,7 +67,7 @@ class OverlappedBatches:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Finish the batch in flight, if any. A later call adds its gradients to `.grad`.
+        """Finish the batch in flight, if there is one. A later call adds its gradients to `.grad`.
 
         Every rank must call this between the same two calls of the module.
         """

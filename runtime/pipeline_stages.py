@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopart.compat.pipelining_internals import schedule_class, split_backward_counts_twice, stage_class
+from autopart.compat.torch_internals import LazyGraphModule
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.run.schedules import SINGLE_STAGE, check_schedule, schedule_for
@@ -35,9 +36,9 @@ from autopart.tracing.call_cache import Recent
 
 
 def default_schedule(program: Program) -> str:
-    """Return the schedule of a program if its plan has none.
+    """Return the schedule of a program whose plan has no schedule.
 
-    It is interleaved 1F1B if a rank has several stages, else 1F1B.
+    The result is interleaved 1F1B if a rank has several stages, else 1F1B.
     """
     return "interleaved_1f1b" if len(program.stages) > program.mesh.size("pp") else "1f1b"
 
@@ -47,10 +48,10 @@ _MAX_GRAPHS = 4
 
 
 class _BoundGraph(NamedTuple):
-    """A stage graph bound to this rank.
+    """A stage graph that is prepared to run on this rank.
 
     Attributes:
-        blocks: blocks of weights that are unsharded at their use (ZeRO 3).
+        blocks: blocks of weights that are unsharded before their use (ZeRO 3).
         names: keyword inputs of the graph.
     """
 
@@ -81,11 +82,11 @@ class _Loaded:
 
 
 class StageModule(nn.Module):
-    """One stage on this rank: its bound graph, and its inputs for the current call.
+    """One stage on this rank: its graph, and its inputs for the current call.
 
-    `load(inputs)` runs the prologue (masks, positions) on the global batch. `run(received, microbatch)` runs the graph
-    on one microbatch. `torch.distributed.pipelining` calls `forward(*received, microbatch=index)`, with the microbatch
-    number as a tensor.
+    `load(inputs)` runs the prologue (masks, position ids) on the global batch. `run(received, microbatch)` runs the
+    graph on one microbatch. `torch.distributed.pipelining` calls `forward(*received, microbatch=index)`, with the
+    microbatch number as a tensor.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class StageModule(nn.Module):
         self.tensors = {**tensors, **unsharded.parameters}
         stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)
         self.stage = stage
-        prologue = self._bind(stage.prologue)
+        prologue: Any = self._bind(stage.prologue)
         self.constants = Constants(prologue)
+        prologue.real_recompile()
         self.prologue = prologue.forward  # not a submodule, because it has no trained parameters
         self.masks = StageMasks(stage, self._bind, constant_masks)
         self.specialized_graphs: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)
@@ -135,7 +137,8 @@ class StageModule(nn.Module):
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
         process = self.process
         groups = {**process.groups, **process.joined_groups}
-        return bind(graph, groups, process.coordinates, process.device, self.tensors, self.unsharded.parameters)
+        unsharded = self.unsharded.parameters
+        return bind(graph, groups, process.coordinates, process.device, self.tensors, unsharded, LazyGraphModule)
 
     def _specialized_graph(self, mask_structures: MaskStructures) -> _BoundGraph:
         def write() -> _BoundGraph:
@@ -149,7 +152,7 @@ class StageModule(nn.Module):
         return self.specialized_graphs.get(mask_structures, write)
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Prepare a bound graph to run: compile it, or make its recompute regions checkpointed calls."""
+        """Compile a rank's graph, or make its recompute regions checkpointed calls."""
         return compiled(graph) if self.compiled else with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
@@ -201,7 +204,9 @@ class StageModule(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """Autograd function: move received values to `device`, and their gradients back, ready to send.
+    """Autograd function: move received values to `device`.
+
+    Backward moves their gradients back, ready to send.
 
     Gradients become dense and contiguous. Values that the stage does not use get zeros.
     """
@@ -276,7 +281,7 @@ class Pipeline:
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
         """Run forward and backward of all microbatches. Gradients are those of `loss_scale` times the loss.
 
-        Returns the outputs of the last stage for each microbatch on ranks that run it, [] on other ranks.
+        Returns the outputs of the last stage for each microbatch, and [] on ranks that do not run the last stage.
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
@@ -299,11 +304,11 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self) -> list[tuple[Tensor, ...]]:
-        """Run the forward of all microbatches. Return the last stage's outputs for each, on ranks that run it.
+        """Run the forward of all microbatches. Return the last stage's outputs for each microbatch.
 
-        Each rank runs all microbatches of its first stage, then of its next stage. With two ranks and several stages
-        per rank, each rank both sends to and receives from the other. Then a rank sends only after it has received all,
-        so that the ranks do not wait for each other.
+        Ranks without the last stage return []. Each rank runs all microbatches of its first stage, then all of its
+        next stage. With two ranks and several stages per rank, each rank both sends to and receives from the other.
+        Then a rank receives everything before it sends, so that the ranks do not wait for each other.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1
@@ -362,9 +367,9 @@ def _num_uses(node: fx.Node) -> int:
 
 
 def _empty_dw_builder() -> Callable[..., None]:
-    """Return a function that does nothing: PipelineStage calls it instead of a weight backward.
+    """Return a function that does nothing. PipelineStage calls it instead of a weight backward.
 
-    The stage's input backward has then computed the weight gradients too.
+    The stage's input backward has already computed the weight gradients.
     """
     return lambda: None
 

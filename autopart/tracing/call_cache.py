@@ -98,15 +98,17 @@ class Recent(Generic[Made]):
 
 
 def call_key(
-    arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True
-) -> Hashable:
+    arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True,
+    sizes: bool = True,
+) -> Hashable:  # fmt: skip
     """Return the cache key of a call: input metadata, options, autocast, train/eval mode, loss function.
 
     Args:
         call: `arguments` flattened.
         numbers: include the values of Python numbers, not only their types.
+        sizes: include the sizes of the tensors, not only their numbers of dims.
     """
-    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
+    tensors = tuple((t.shape if sizes else t.dim(), t.dtype, t.requires_grad) for t in call.tensors)
     options = tuple((name, _value_key(option, numbers)) for name, option in call.options.items())
     options += tuple((kind, ambient_autocast(kind)) for kind in ("cpu", "cuda"))
     return training, _function_key(loss_fn, numbers), criterion_key(loss_fn), structure_of(arguments), tensors, options
@@ -129,7 +131,7 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
 def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
     """Return a comparison key of a function: its code, defaults and closure.
 
-    So a lambda that is defined again in every step keeps its key.
+    A lambda that is defined again in every step has one key.
     """
     if isinstance(function, types.MethodType):
         return _function_key(function.__func__, numbers), Same(function.__self__)
@@ -167,7 +169,7 @@ def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], C
     (text, where), most = max(values.items(), key=lambda item: len(item[1]), default=(("", ""), ()))
     if len(most) > 1:
         differs = f"values that the model reads, shapes or options: `{text}` at {where} had {len(most)} values"
-        hint = "Pad batches so that it has few values, or compute with it as a tensor."
+        hint = "Pad batches so that this value changes rarely, or compute with it as a tensor."
     warnings.warn(
         f"autopart has traced {number} calls that differ in {differs}; each new one takes "
         f"about {seconds:.1f} s, and {MAX_CALLS} are kept. {hint}", stacklevel=2,
@@ -182,9 +184,8 @@ def warn_of_copies(rows: int, mesh: Mesh) -> None:
     axes = mesh.along("rows")
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(
-        f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes all of it, "
-        f"which is exact and no faster than one. Use batches of a multiple of {mesh.data_parallel_size} rows "
-        f"(DataLoader: "
-        "drop_last=True).",
+        f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes the "
+        f"full batch, which is correct but no faster than one rank. Use batches of a multiple of "
+        f"{mesh.data_parallel_size} rows (DataLoader: drop_last=True).",
         stacklevel=2,
     )

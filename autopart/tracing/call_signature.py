@@ -34,8 +34,9 @@ PREFIX = "model."
 class ExportEntry(nn.Module):
     """Module that torch.export traces: it calls the model with the tensors as inputs.
 
-    All other arguments are fixed, and can be of any type. The names of the inputs come from `tensor_names`. The outputs
-    are the model's. `autocast`: the autocast state of the call. `state`: recorder of the forward's side effects.
+    All other arguments are fixed, and can be of any type. The names of the inputs come from `tensor_names`. The
+    outputs are those of the model. `autocast`: the autocast state of the call. `state`: recorder of the forward's side
+    effects.
     """
 
     def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):

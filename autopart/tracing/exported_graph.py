@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import OutputKind
+from torch.fx.node import map_aggregate
 
 from autopart.compat.torch_internals import AUTOCAST, is_higher_order, is_operator
 from autopart.errors import Refusal, TraceError
@@ -19,6 +20,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text, value, writes
 from autopart.tracing.blocks.repeated_blocks import base_name
 from autopart.tracing.call_signature import PREFIX
+from autopart.tracing.python.size_conditions import plain_sizes
 
 if TYPE_CHECKING:
     from autopart.ir.trace import Call
@@ -126,7 +128,6 @@ def _one_name_each(program: Any) -> None:
 
 
 def _written_out(node: fx.Node) -> bool:
-    """Return True for a dropout call that torch decomposes when it functionalizes a graph."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name in _FORMULAS and draws_random_numbers(node)
 
@@ -143,12 +144,16 @@ def own_graph(
     """Return a copy of the exported graph with parameters, buffers and constants as `get_attr` nodes.
 
     Args:
-        attributes: {placeholder: name of its tensor in the model}. Placeholders without an entry are inputs and stay.
+        attributes: {placeholder: name of its tensor in the model}. All other placeholders are inputs, and stay.
         parameters: the placeholders of parameters.
     """
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
     values: dict[fx.Node, Any] = {}
     known: dict[str, fx.Node] = {}
+
+    def plain(argument: Any) -> Any:
+        return values[argument] if isinstance(argument, fx.Node) else plain_sizes(argument)
+
     for node in module.graph.find_nodes(op="placeholder"):
         if node.name in attributes and node.name not in parameters and attributes[node.name] in known:
             values[node] = known[attributes[node.name]]  # a constant that is a parameter
@@ -172,10 +177,10 @@ def own_graph(
                     where=source_text(node),
                     hint="plain operations on tensors in its place",
                 )
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate((node.args, node.kwargs), plain)
             values[node] = graph.create_node(node.op, node.target, args, kwargs, base_name(node))
             values[node].meta = dict(node.meta)
-    graph.output(fx.map_arg(module.graph.output_node().args[0], values.__getitem__))
+    graph.output(map_aggregate(module.graph.output_node().args[0], plain))
     for node in graph.nodes:
         record_origin(node)
     return graph
@@ -193,7 +198,7 @@ def record_origin(node: fx.Node) -> None:
 
 @lru_cache(maxsize=4096)
 def own_frames(stack_trace: str) -> str:
-    """Return a stack trace that contains only frames of the user's code, not of torch and autopart."""
+    """Return a stack trace without the frames of torch and autopart."""
     frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]
     users_frames = [f for f in frames if "/torch/" not in f]
     return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)

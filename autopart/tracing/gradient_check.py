@@ -1,8 +1,8 @@
 """Check that a traced graph and the model give gradients to the same parameters and inputs.
 
-The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph shows which
-parameters the outputs and the loss depend on. The traced graph is analyzed in the same way. If the two differ, both
-are differentiated, and the sets of tensors that get a gradient must be equal.
+The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph shows
+which parameters the outputs and the loss depend on. The traced graph is analyzed in the same way. If the dependencies
+differ, the model and the graph are differentiated, and the tensors that get a gradient must be the same.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _call(entry: ExportEntry, stands_for: Mapping[int, Tensor], inputs: Sequence
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for all parameters and buffers of all modules, tied tensors under every name."""
+    """Yield (name, tensor) of all parameters and buffers. A tied tensor is yielded under every name."""
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -134,7 +134,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _compare(
     name: str, eager: _GradientRun, traced: Trace, device: torch.device, inputs: Sequence[Tensor], loss: fx.Node | None
 ) -> None:
-    """Raise TraceError for the first parameters that get a gradient in only one of trace and model."""
+    """Raise TraceError for parameters that get a gradient in only one of trace and model."""
     outputs = list(traced.graph.output_node().args[0])
     reached = _static(traced)
     graph: _GradientRun | None = None

@@ -28,7 +28,7 @@ def are_rows(call: Call) -> list[bool]:
 def all_ranks_call(arguments: Mapping[str, Any], call: Call, num_data_ranks: int) -> dict[str, Any]:
     """Return the arguments of the global call: this rank's samples, repeated once per data rank.
 
-    A trace reads only shapes, so the repeated samples can represent those of other ranks. `call` is `arguments`
+    A trace reads only shapes, so the repeated samples can represent the samples of other ranks. `call` is `arguments`
     flattened.
     """
     rows = num_rows(call)
@@ -47,7 +47,7 @@ def check_global(guards: ValueGuards) -> None:
     for guard in guards:
         raise InputError(
             f"the model reads `{guard.text}`, and local_batch=True gives every data rank other samples",
-            why="the value for the global batch sets a size or a branch of the program, and no rank has this batch",
+            why="a size or a branch of the program depends on the value for the global batch, which no rank has",
             where=guard.where, hint="the global batch on every rank (without local_batch); or a fixed size",
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Copies of a model without parameter values, for traces after the parameters were sharded.
 
-While the user's own code keeps the model, the model itself is traced. When the user drops it, its memory is freed and
-the copy is traced instead. The copy has equal modules and buffers; its sharded parameters have a shape and a device but
-no memory. (Parameters on the meta device could not be mixed with the buffers in a trace.)
+While the user's own code refers to the model, the model itself is traced. When the user drops it, its memory is freed
+and the copy is traced instead. The copy has equal modules and buffers; its sharded parameters have a shape and a
+device but no memory. (Parameters on the meta device could not be mixed with the buffers in a trace.)
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def meta_copy_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """Return {id: replacement in the copy} and {id: object that the copy must not reference}."""
+    """Return {id: replacement in the copy} and {id: object to which the copy must not refer}."""
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

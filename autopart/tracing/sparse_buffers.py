@@ -1,4 +1,4 @@
-"""Sparse tensors of a model: supported only as buffers, which every rank has in full."""
+"""Sparse tensors of a model. They are supported only as buffers, which every rank has in full."""
 
 from __future__ import annotations
 

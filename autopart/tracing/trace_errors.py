@@ -164,7 +164,7 @@ def _data_dependent_hint(frame: FrameType | None, model: nn.Module) -> str:
 
 
 def _innermost(error: Exception) -> tuple[FrameType | None, int]:
-    """Return the innermost frame of the user's code inside the model's call, and its source line."""
+    """Return the innermost frame of the user's code inside the model's call, and the frame's source line."""
     frames = list(traceback.walk_tb(error.__traceback__))
     entry = str(Path(__file__).with_name("call_signature.py"))
     start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))

@@ -90,7 +90,7 @@ def bind_next_call(
 
 
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
-    """Return True if a model, or one that it wraps (as peft does), can return a key/value cache."""
+    """Return True if a model, or the model that it wraps (as peft does), can return a key/value cache."""
     hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     configured = bool(getattr(getattr(model, "config", None), _NO_CACHE, False))
     return _NO_CACHE in signature.parameters or (hands_on and configured)
@@ -189,7 +189,8 @@ def _traced(
     traced = replace(traced, has_random_branches=entry.semantics.chances.count > 0)
     dtype = ambient_autocast(device_of_weights(model).type)
     autocast = str(dtype).removeprefix("torch.") if dtype is not None else ""
-    traced = replace(traced, notes=notes, autocast=autocast, value_guards=entry.semantics.decisions.guards)
+    traced = replace(traced, notes=notes, autocast=autocast, value_guards=entry.semantics.decisions.guards,
+                     size_conditions=tuple(entry.semantics.sizes))  # fmt: skip
     traced = replace(traced, attribute_updates={**updates, **of_numbers})
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
@@ -252,7 +253,7 @@ def _export_blocks(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
         if repeats.tried and not repeats.lost and not isinstance(error, NotARepeat):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             warnings.warn(
-                f"the blocks of {type(users_model(entry.model)).__name__} that repeat were traced one by one, which "
+                f"the blocks of {type(users_model(entry.model)).__name__} that are equal were traced one by one, which "
                 f"takes longer: {reason}. This is a fault of autopart, and changes no result.",
                 stacklevel=2,
             )
@@ -288,6 +289,7 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
 def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     differentiated = _differentiated(entry.semantics) if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.semantics)
+    entry.semantics.sizes.clear()
     entry.semantics.hooked.clear()
     entry.semantics.toggled.clear()
     entry.semantics.spent.clear()
@@ -313,7 +315,7 @@ def _differentiated(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
-    """Raise TraceError if a shape in the graph depends on tensor values, as it cannot be planned."""
+    """Raise TraceError if a shape in the graph depends on tensor values, because it cannot be planned."""
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):
@@ -388,7 +390,7 @@ def _quiet(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark operators of the loss function, and inputs that only it reads, with the fact `loss`.
+    """Mark operators and inputs that only the loss function uses with the fact `loss`.
 
     Also convert module paths to those of the user's model.
     """

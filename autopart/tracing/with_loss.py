@@ -152,7 +152,7 @@ def criterion_tensors(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def criterion_key(loss_fn: Any) -> Hashable:
-    """Return the cache key of a loss function that is a module: its modes and its tensors' metadata."""
+    """Return the cache key of a loss function that is a module: modes, and metadata of its tensors."""
     if not isinstance(loss_fn, nn.Module):
         return None
     modes = tuple(module.training for module in loss_fn.modules())

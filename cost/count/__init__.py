@@ -1,1 +1,1 @@
-"""Counts of the FLOPs, bytes and collectives of per-rank graphs, for cost predictions."""
+"""Counts of FLOPs, bytes and collectives in per-rank graphs, for cost predictions."""

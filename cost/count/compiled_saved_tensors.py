@@ -60,17 +60,14 @@ recomputed."""
 def with_compiled(walk: Liveness) -> Liveness:
     """Return a stage's liveness analysis with the analysis of its compiled graph in `compiled`.
 
-    In the result, an operator's saved tensors (`keeps`, `others`) are all tensors that its compiled backward needs,
-    including those from which it recomputes values. Values that are not materialised have 0 bytes.
+    In the result, an operator's saved tensors (`keeps`, `others`) are all tensors that its compiled backward needs.
+    Tensors from which the backward recomputes values are included. Values that are not materialised have 0 bytes.
     """
     return replace(walk, compiled=_Compiled(walk).walk())
 
 
 class _Compiled:
-    """Saved tensors and materialised values of the compiled graph of one stage.
-
-    A piece is a buffer that the compiled graph can save: the buffer of a value, or an `_ExtraSaved`.
-    """
+    """Saved tensors and materialised values of the compiled graph of one stage."""
 
     def __init__(self, eager: Liveness):
         self.eager, self.alive = eager, eager.reached()
@@ -126,7 +123,7 @@ class _Compiled:
         return signs
 
     def _reused_values(self) -> dict[MemoryBuffer, bool]:
-        """Find values that a fusible operator reads again after an unfusible operator.
+        """Find values that a fusible operator reads again after an unfusible operator has run.
 
         Returns {buffer: False} for each such value, and {buffer: True} for the outputs of the operators that read it
         again. The backward never recomputes these outputs.
@@ -145,8 +142,8 @@ class _Compiled:
     def _first_unfusible(self, users: Sequence[fx.Node]) -> int:
         """Return the index of the first unfusible operator among `users` and their dependents.
 
-        Dependents are operators that read the output of a user or of another dependent. Those after the last user are
-        not searched. If there is no unfusible operator, returns the index of the last user.
+        Dependents are operators that read the output of a user or of another dependent. Dependents after the last user
+        are not searched. If there is no unfusible operator, returns the index of the last user.
         """
         last = max(self.order[node] for node in users)
         queue, seen = [self.order[node] for node in users], set(users)
@@ -164,7 +161,6 @@ class _Compiled:
         return last
 
     def _forced(self) -> set[Piece]:
-        """Return the buffers that the backward never recomputes."""
         forced: set[Piece] = {memory for memory, is_behind in self.far.items() if is_behind}
         for node in self.calls:
             size = sum(memory.size_bytes for memory in self.read[node])
@@ -178,10 +174,7 @@ class _Compiled:
         return forced
 
     def _sources(self) -> dict[Piece, list[MemoryBuffer]]:
-        """Return {buffer: the buffers from which its operator computes it}.
-
-        Parameters and gathered weights are left out.
-        """
+        """Return {buffer: buffers from which it is computed}, without parameters and gathered weights."""
         sources: dict[Piece, list[MemoryBuffer]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
@@ -221,7 +214,7 @@ class _Compiled:
         return away
 
     def _is_materialised(self, piece: Piece) -> bool:
-        """Return True if a value must be materialised: it has no user, or a user that cannot be fused."""
+        """Return True if a value must be materialised: it has no user, or one that cannot be fused with it."""
         return isinstance(piece, MemoryBuffer) and not (
             self.users.get(piece) and all(map(self.joined, self.users[piece]))
         )

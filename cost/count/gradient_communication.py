@@ -21,7 +21,7 @@ def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
 
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
-    """Return the bytes of a rank's parameters for each `dp_sync` method that replaces the all-reduce.
+    """Return {`dp_sync` method that replaces the all-reduce: bytes of the rank's parameters that use it}.
 
     Parameters whose gradients are all-reduced are left out.
     """

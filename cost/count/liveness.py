@@ -42,7 +42,7 @@ class Backward(NamedTuple):
     Args:
         rerun: operators that are recomputed right before this backward.
         made: buffers whose gradients it allocates.
-        further: values that already have a gradient, to which this backward adds another.
+        further: values that already have a gradient, to which this backward adds another gradient.
         done: buffers whose gradients it frees.
         whole: {parameter whose gradient this backward completes: its buffer}. The buffer is None if the gradient is a
             view of another gradient.

@@ -75,7 +75,7 @@ class _Counter:
     """Counter of the kernels and collectives of one stage.
 
     Args:
-        known: {call signature: work}, a cache, so that equal operators of repeated blocks are counted once.
+        known: {call signature: work}, a cache. Equal operators of repeated blocks are counted only once.
         fuses: True if pointwise operators are fused.
     """
 
@@ -106,10 +106,10 @@ class _Counter:
         return operators
 
     def _gradient_additions(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
-        """Return the kernels that add gradients of values that several nodes use.
+        """Return the kernels that add up the gradients of values with several consumers.
 
-        An addition counts at each node whose input an earlier node uses too. A compiler fuses the additions, so they
-        count only in eager mode.
+        An addition counts at each node whose input an earlier node uses too. Compiled graphs fuse the additions into
+        other kernels, so this function is for eager mode only.
 
         Args:
             read: values that earlier nodes use. The inputs of this node are added.
@@ -342,7 +342,7 @@ class _Counter:
     def _queries(self, node: fx.Node) -> Size:
         """Return the number of queries of attention as a `Size`.
 
-        It scales with the sequence if the FLOPs of attention do.
+        The number scales with the sequence if the FLOPs of the attention do.
         """
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
@@ -360,7 +360,7 @@ class _Counter:
         return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
     def _depth(self, product: fx.Node, flops: Size) -> Size:
-        """Return the inner dim of a matrix product: how many products are summed for each output element.
+        """Return the inner dim of a matrix product: `k` of a product [m, k] x [k, n].
 
         Returns `NOTHING` if the inner dim is the batch or the sequence, as in the gradient of a weight.
 

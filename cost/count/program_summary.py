@@ -62,7 +62,7 @@ class _Move(NamedTuple):
         axis: the mesh axis.
         forward, backward: the kind of collective in forward and in backward; empty if there is none.
         bytes: bytes that one rank sends, in forward and backward together.
-        times: number of equal collectives in repeated blocks that this one represents.
+        times: number of equal collectives in repeated blocks that this object represents.
     """
 
     stage: int
@@ -150,7 +150,7 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return, for each stage but the first, the bytes it receives, and those that can be sent as shards.
+    """Return, for each stage but the first, all bytes that it receives, and those that can be shards.
 
     Args:
         program: a program whose stages send full values, not shards.
@@ -198,9 +198,9 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
 
 
 def _zero_collectives(trace: Trace, program: Program) -> list[Collective]:
-    """Return the collectives that ZeRO runs once per step.
+    """Return the collectives that ZeRO runs once per step: all-gathers of parameters.
 
-    They are all-gathers of parameters and, with ZeRO 1, reduce-scatters of gradients.
+    With ZeRO 1, reduce-scatters of gradients are included.
     """
     mesh, whole, trained = program.mesh, Counter[str](), Counter[str]()
     for name, way in unsharded_for_step(program, program.stages).items():

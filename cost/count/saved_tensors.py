@@ -28,7 +28,10 @@ MAX_CACHED_SIGNATURES = 20_000
 
 
 class TensorSpec(NamedTuple):
-    """Shape, strides, dtype and gradient flag of a tensor. They decide what autograd saves of it."""
+    """Shape, strides, dtype and gradient flag of a tensor.
+
+    What autograd saves for an operator depends only on these.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

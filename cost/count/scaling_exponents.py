@@ -57,8 +57,8 @@ class ScalingExponents:
     def _of_written(self, node: fx.Node) -> Exponents:
         """Return the exponents of the bytes of a node's value.
 
-        A layout conversion can have intermediate nodes, whose values are not in the trace. They get the exponents of
-        their users or inputs.
+        A layout conversion can have intermediate nodes, whose values are not in the trace. For such a node, the result
+        is the exponents of its users or inputs.
         """
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         if origin is None:  # an intermediate step of a traced value, or a tuple
@@ -77,8 +77,8 @@ class ScalingExponents:
     def _cut_dim(self, node: fx.Node, axis: str) -> int | None:
         """Return the dim of a node's value that is sharded over an axis, or None.
 
-        A layout conversion can have intermediate nodes, whose values are not in the trace. They get the dim of their
-        input, if their value still has that dim.
+        A layout conversion can have intermediate nodes, whose values are not in the trace. For such a node, the result
+        is the dim of its input, if its value still has that dim.
         """
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)

@@ -45,7 +45,7 @@ def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[in
     """Yield the number of heads, experts or features in each dim that is sharded over an axis.
 
     The dims are those of a node's inputs and output. The number is the size of the dim's outermost factor. For a
-    concatenated dim, there is a number for each concatenated tensor (`Placement.sections`).
+    concatenated dim, a number is yielded for each concatenated tensor (`Placement.sections`).
     """
     for used in (node, *tensor_inputs(node)):
         origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)

@@ -35,8 +35,8 @@ class MemoryBuffer:
     Args:
         lives: True if it exists before and after a microbatch (persistent), as a parameter does.
         made_by: the node that allocates it.
-        again: True for a gathered or cast weight. It is not saved for backward: if the backward reads it, the weight is
-            gathered or cast again.
+        again: True for a gathered or cast weight. Such a buffer is not saved for backward. If the backward reads the
+            weight, it gathers or casts it again.
     """
 
     size_bytes: int
@@ -229,8 +229,8 @@ class Liveness:
     def _rotate(self, node: fx.Node) -> LocalValue:
         """Return the output of ring attention, and record its saved tensors and workspace.
 
-        Ring attention saves its operands, its output and one log-sum-exp per query. Its workspace has the keys and
-        values of two ranks; in backward, also their gradients.
+        Ring attention saves its operands, its output and one log-sum-exp per query. Its workspace holds the keys and
+        values of two ranks, and in backward their gradients.
         """
         traced = value(node)
         sides: list[LocalValue] = [self.values[used] for used in tensor_inputs(node)]

@@ -3,11 +3,11 @@
 For each operator, there are polynomials of:
 
 - the tensors that it saves for backward
-- the values that a stage boundary before it sends
+- the values that cross a stage boundary placed before it
 - the buffers that exist while it runs (`liveness.py`)
 
 Weights that are being gathered and gradients of weights are not included: `cost/predict/table_memory.py` adds them.
-With the sizes of a plan, it computes the memory of the plan from the polynomials.
+`table_memory.py` also computes the memory of a plan, by inserting the plan's sizes into the polynomials.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class _SizeSum:
 
 
 class _SentBytes(NamedTuple):
-    """Bytes that a stage boundary before an operator sends. `OperatorRow` describes the fields."""
+    """Bytes of the values that cross a stage boundary placed before an operator.
+
+    `OperatorRow` describes the fields.
+    """
 
     alike: Size = NOTHING
     unkept: Size = NOTHING
@@ -83,9 +86,7 @@ class _FusedKernel:
         self.saved_bytes |= {memory.size_bytes for memory in saved}
 
     def needs(self, made: Size) -> Size:
-        """Return the bytes of the kernel's inputs and output.
-
-        Returns `NOTHING` if the output can overwrite an input.
+        """Return the bytes of the kernel's inputs and output; `NOTHING` if the output can overwrite an input.
 
         Args:
             made: bytes of the output.
@@ -100,8 +101,8 @@ class SymbolicMemory:
         walk: liveness analysis of the stage.
         growth: scaling exponents of its values.
         saved_before: indices of the received values that an earlier stage saves for backward.
-        held_before: indices of the received values that an earlier stage has in memory in any case, because it saves or
-            receives them.
+        held_before: indices of the received values that an earlier stage saves or receives, and so has in memory
+            anyway.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class SymbolicMemory:
         return _SentBytes(alike, Size.sum(map(self.size, unkept)), Size.sum(map(self.size, later)))
 
     def _can_be_scattered(self, node: fx.Node) -> bool:
-        """Return True if each rank can send a shard of a value to the next stage, which gathers the shards."""
+        """Return True if ranks can send a value as shards, which the next stage all-gathers."""
         origin, layout = self.traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         return origin is not None and scatter_layout(origin, layout, self.walk.program.mesh) is not None
 
@@ -283,8 +284,8 @@ class SymbolicMemory:
     def _writes_over(self, node: fx.Node) -> bool:
         """Return True if an operator can write its output into the buffer of an input.
 
-        Its backward can then write the input's gradient into the buffer of the output's gradient. Both need an input
-        with the element size of the output, so a cast to another element size returns False.
+        Its backward can then write the input's gradient into the buffer of the output's gradient. The input must have
+        the element size of the output, so the result is False for a cast to another element size.
         """
         if node not in self.walk.in_place:
             return False

@@ -41,7 +41,7 @@ Blocks = Mapping[str, Sequence[int]]
 
 
 class BlocksNotContiguous(Exception):
-    """Raised if the operators of a repeated block are interleaved with those of another block.
+    """Raised if the operators of two repeated blocks are interleaved.
 
     A cost table can then not represent several equal blocks by one traced block.
     """
@@ -190,9 +190,9 @@ def _scattered_shards(program: Program) -> set[str]:
 def _stage_starts(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes of the stage graphs at which a stage may begin.
 
-    A stage may begin at the first node of each traced operator that depends on parameters. Conversions of an operator's
-    inputs are nodes of the operator. So is the reduction of its output if that is a partial sum: no stage begins before
-    the reduction.
+    A stage may begin at the first node of each traced operator that depends on parameters. Conversions of an
+    operator's inputs count as nodes of the operator. If its output is a partial sum, the reduction counts too: no
+    stage begins between the operator and the reduction.
 
     Args:
         nodes: all operators of the stage graphs, in order.
@@ -231,8 +231,8 @@ def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> 
 def _overlappable_share(trace: Trace, program: Program) -> float:
     """Return the share of gradient bytes whose reduction can overlap with the backward.
 
-    In each stage, only the bucket that the backward completes last cannot overlap. It has the parameters that the
-    forward reads first.
+    In each stage, the backward completes one bucket last: that of the parameters that the forward reads first. Only
+    the reduction of this bucket cannot overlap.
     """
     total = last = 0
     for stage in program.stages:
@@ -322,7 +322,7 @@ def _block_of(name: str, blocks: Blocks) -> _BlockId | None:
 
 
 def _copies(name: str, blocks: Blocks) -> int:
-    """Return how many operators or tensors of the full model a traced operator or tensor represents.
+    """Return the number of operators or tensors of the full model that a traced one represents.
 
     Args:
         name: key of the operator, or name of the tensor.

@@ -43,7 +43,7 @@ class Figures:
         memory_bytes: peak bytes of the fullest rank.
         parts_s: {kind of work: seconds}.
         memory_parts: {kind of memory: bytes}.
-        notes: possible differences from a plan that is made for these sizes.
+        notes: reasons why a plan made for these sizes might differ.
     """
 
     step_time_s: float
@@ -57,20 +57,21 @@ class Figures:
 
 
 class Cost(dict[str, Any]):
-    """Cost of a plan. As a mapping, it has the plan's figures. It also has formulas in sympy.
+    """Cost of a plan: a mapping with the plan's figures, and formulas in sympy.
 
     `expression` is the seconds of a step, and `parts` are the seconds by kind. `memory` is the bytes of a rank, and
     `memory_parts` are the bytes by kind.
 
-    The closed formula is simpler than `autopart.simulate`, which predicts the plan's step time. It ignores unequal
-    stages, waiting for sends, the order of a schedule's actions, partly filled gradient buckets, and blocks whose
-    weights are gathered too late to overlap. The symbol `r` corrects for these: `expression` is the closed formula
-    times `1 + r`, and `parts["left out"]` is the closed formula times `r`. The other parts are those of the closed
-    formula. `left_out` is the value of `r` at the plan's own sizes. `subs` uses this value unless you pass another:
-    `plan.cost.subs(r=0)` is the closed formula without correction. `str(plan.cost)` prints the formula's error.
+    The closed formula is simpler than `autopart.simulate`, which predicts the plan's step time. The formula ignores
+    unequal stages, waiting for sends, the order of a schedule's actions, partly filled gradient buckets, and blocks
+    whose weights are gathered too late to overlap. The symbol `r` corrects for these effects. `expression` is the
+    closed formula times `1 + r`, and `parts["left out"]` is the closed formula times `r`. The other parts are those of
+    the closed formula. `left_out` is the value of `r` at the plan's own sizes. `subs` uses this value unless you pass
+    another value: `plan.cost.subs(r=0)` is the closed formula without correction. `str(plan.cost)` prints the
+    formula's error.
 
     Symbols are those of `autopart.cost.formula.step_formula`: `b` samples of a microbatch on a rank, `s` tokens per
-    sample, `tp`, `dp`, `pp`, `m` microbatches, `v` stages per rank, and the hardware's.
+    sample, `tp`, `dp`, `pp`, `m` microbatches, `v` stages per rank, and symbols of the hardware.
 
     Example:
         >>> plan.cost.parts["matmul"], plan.cost.at(tp=8, pp=4).step_time_s    # doctest: +SKIP
@@ -116,7 +117,7 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def table(self) -> Table:
-        """The cost table with the plan's operators. Raises PlanError for a plan without one."""
+        """The cost table with the plan's operators. Raises PlanError for a plan without a cost table."""
         from autopart.cost.predict.table_data import from_data
 
         data = self.plan.timing.get("table") if self.plan is not None else None

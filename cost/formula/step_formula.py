@@ -231,9 +231,9 @@ class Formula:
         """Return {name: seconds per step} of gradient reduction and of ZeRO's collectives.
 
         Seconds that overlap with compute are not included. Gradients are all-reduced in buckets over each axis that
-        shards the batch. ZeRO 1 all-gathers and reduce-scatters once a step. ZeRO 2 reduce-scatters every microbatch.
-        ZeRO 3 also all-gathers twice per microbatch. ZeRO's collectives are named after the data axis, even if they run
-        over several flattened axes.
+        shards the batch. ZeRO 1 all-gathers and reduce-scatters once a step. ZeRO 2 all-gathers once a step and
+        reduce-scatters in every microbatch. ZeRO 3 reduce-scatters once and all-gathers twice in every microbatch.
+        ZeRO's collectives are named after the data axis, even if they run over several flattened axes.
         """
         whole = self.of(self.totals.trained) - self._unsharded_bytes
         work = sympy.Add(*self.kinds_s.values()) / pp

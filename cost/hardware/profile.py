@@ -161,8 +161,8 @@ class Hardware:
     def efficiency(self, flops: float, dtype: str = "") -> float:
         """Return the share of the peak that one matrix product of `flops` FLOPs reaches.
 
-        The efficiency curve is that of the usual dtype. In a dtype with half the peak, a product takes as long as a
-        product of twice the FLOPs in the usual dtype. The curve is therefore read at twice the FLOPs.
+        The efficiency curve is for the usual training dtype. In a dtype with half the peak, a product takes as long as
+        a product of twice the FLOPs in the usual dtype. So the function reads the curve at twice the FLOPs.
         """
         return _share(self.matmul_efficiency, flops * self.slowness(dtype)) * self.matmul_sustained
 
@@ -236,9 +236,9 @@ class Hardware:
         self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0, kind: str = "matmul",
         unaligned: int = 0,
     ) -> float:  # fmt: skip
-        """Return the seconds of one matrix product.
+        """Return the seconds of one matrix product, including the kernel launch.
 
-        They are those of compute or of memory traffic, whichever is longer, plus the kernel launch.
+        The product takes the time of its compute or of its memory traffic, whichever is longer.
 
         Args:
             flops: FLOPs of the product.

@@ -4,9 +4,9 @@ A group of n = g k ranks has g ranks in each of k nodes. An all-reduce is a redu
 all-reduce of each rank's shard (S / g) across nodes, and an all-gather inside the nodes. If k = 1 or g = 1, it is one
 ring over links of one kind.
 
-Symbols: `n`, `g`, `k`; `S` bytes of the full array; `B` bytes/s per rank and direction and `alpha` seconds per hop
-inside a node, `B_node` and `alpha_node` between nodes. Bandwidth terms are those of nccl-tests' PERFORMANCE.md, latency
-terms those of Thakur et al. 2005.
+Symbols: `n`, `g`, `k` as above, and `S` bytes of the full array. Links inside a node have `B` bytes/s per rank and
+direction, and `alpha` seconds per hop. Links between nodes have `B_node` and `alpha_node`. Bandwidth terms are those
+of nccl-tests' PERFORMANCE.md, latency terms those of Thakur et al. 2005.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class MemoryEvent(NamedTuple):
 
     Kinds:
 
-    - "takes": allocates `size` bytes (or frees them, if negative).
+    - "takes": allocates `size` bytes. A negative size frees bytes.
     - "peak": records the current memory plus `size` bytes.
     - "ahead": sets the bytes of prefetched weights to `size`.
     - "sends": a reduction of gradients starts, with a flat buffer of `size` bytes and `part` bytes of this rank's
@@ -232,13 +232,13 @@ def backward_peaks(
 ) -> tuple[float, float]:  # fmt: skip
     """Return the peak bytes of the first backward of a step, and of later backwards of the step.
 
-    The bytes are those of gradients and saved tensors. Gradients that are reduced once a step are reduced in its last
-    backward.
+    The bytes are those of gradients and saved tensors. Gradients that are reduced once a step are reduced in the last
+    backward of the step.
 
     Args:
         events: the changes of memory while a backward runs.
         traffic: collectives that overlap with the backward.
-        whole: {parameter: bytes of it in the compute dtype}.
+        whole: {parameter: its bytes in the compute dtype}.
         microbatches: number of microbatches of a step.
     """
 

@@ -1,7 +1,7 @@
 """Seconds and bytes per step of the data-parallel methods (`dp_sync`) that replace the all-reduce.
 
-A method reports its collectives, its passes over memory and its state (`autopart.ir.run.sync_option.SyncMethod`). The
-functions below convert these to seconds and bytes on a mesh and hardware.
+A method (`autopart.ir.run.sync_option.SyncMethod`) lists its collectives, its passes over memory and the size of its
+state. The functions below convert these to seconds and bytes on a mesh and hardware.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Transfer(Exchange):
 
 
 def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) -> list[Transfer]:
-    """Return the collectives that a data-parallel method runs in a step; none if there is only one rank.
+    """Return the collectives that a data-parallel method runs in a step; empty for a single rank.
 
     Args:
         of: the method and the sizes of its parameters, which may be sympy expressions.
         num_ranks: number of data-parallel ranks, which may be a sympy expression.
-        several: number of ranks as an integer, if `num_ranks` is an expression. A rank's number of neighbours depends
-            on it.
+        several: number of ranks as an integer, if `num_ranks` is an expression. It determines a rank's number of
+            neighbours.
     """
     if num_ranks == 1:
         return []

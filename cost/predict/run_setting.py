@@ -21,8 +21,8 @@ class RunSetting:
             dtype: 3).
         hidden_sums: share of the gradient reduction that overlaps with the last backward. None: as in the runtime, on
             this hardware.
-        scatter_sends: True if ranks of `tp` with replicated values each send a shard to the next stage, which gathers
-            the shards (Narayanan et al. 2021, section 4.1). None: if it is cheaper.
+        scatter_sends: True if ranks of `tp` with replicated values each send one shard to the next stage, which
+            all-gathers the shards (Narayanan et al. 2021, section 4.1). None: choose the cheaper option.
         overlap_sends: True if sends between stages overlap with compute. None: as in the runtime, where sends overlap
             in schedules with several stages per rank.
         fused_sums: True if gradients of weights are accumulated by the products that compute them (Megatron-LM's

@@ -18,7 +18,7 @@ class BoundaryBytes(NamedTuple):
 
     Args:
         whole: bytes of all values.
-        alike: bytes of the values that are replicated over the feature axes and can be sent as shards
+        alike: bytes of the values that can be sent as shards because they are replicated over the feature axes
             (`autopart.ir.run.scatter_gather_sends`).
     """
 
@@ -38,9 +38,9 @@ class BoundaryBytes(NamedTuple):
         return self.alike if scatters and mesh.tensor_parallel_size > 1 else 0.0
 
     def time_s(self, mesh: Mesh, hardware: Hardware, scatters: bool) -> float:
-        """Return the seconds to send the values to the next stage. An all-gather of shards is included.
+        """Return the seconds to send the values to the next stage, including an all-gather of shards.
 
-        The gradients take as long on their way back. They are gathered by the stage that sent the values.
+        Sending the gradients back takes equally long. The stage that sent the values gathers the gradients.
 
         Args:
             scatters: True if replicated values are sent as shards.

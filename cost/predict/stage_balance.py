@@ -50,10 +50,10 @@ def balance(
     """Return an even partition that sends little and whose slowest stage is nearly as fast as possible.
 
     The time of a stage is its load plus `send_cost` times the bytes that it receives and sends. The largest stage load
-    is at most `MAX_IMBALANCE` above the least possible. Under this limit, the function computes the least time of the
-    slowest stage exactly. Among partitions within `TIME_TOLERANCE` of this time, it returns one that is even and sends
-    little. If one operator exceeds the mean load of a stage, the other stages are still made even: this shortens the
-    fill and drain of the pipeline, and balances ranks with several stages.
+    is at most `MAX_IMBALANCE` above the least possible largest load. Under this limit, the function computes the least
+    time of the slowest stage exactly. Among partitions within `TIME_TOLERANCE` of this time, it returns one that is
+    even and sends little. If one operator exceeds the mean load of a stage, the other stages are still made even: this
+    shortens the fill and drain of the pipeline, and balances ranks with several stages.
 
     Args:
         weights: load of every operator, in order.
@@ -96,8 +96,8 @@ def balance(
 def _least_max_load(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
     """Return the largest stage load of the most even partition.
 
-    Position i is the i-th place where a stage may begin or end. A stage from position a to position b has the load
-    `end[b] - start[a]`. A dynamic program adds one stage at a time, and finds the best start of the stage by bisection.
+    Positions are the indices of possible stage boundaries. A stage from position a to position b has the load `end[b]
+    - start[a]`. A dynamic program adds one stage at a time, and finds the best start of the stage by bisection.
     """
     heaviest = end.copy()  # one stage up to each position
     for _ in range(num_stages - 1):
@@ -114,7 +114,7 @@ def _least_max_load(end: np.ndarray, start: np.ndarray, num_stages: int) -> floa
 
 
 class _Stages:
-    """Dynamic programs that choose stages between positions, at which a stage may begin or end.
+    """Dynamic programs that choose stage boundaries among positions, the possible boundaries.
 
     Args:
         shares: load of all operators before each position, as a multiple of the mean load of a stage.
@@ -172,9 +172,9 @@ class _Stages:
         return float(slowest[-1])
 
     def _stage_times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times of all possible stages.
+        """Return the times of all possible stages, as two arrays.
 
-        The first result has shape [positions]: the time of a first stage that ends at each position. The second result
+        The first array has shape [positions]: the time of a first stage that ends at each position. The second array
         has shape [positions, widest]. Its entry [i, j] is the time of a stage that ends at position i and starts at
         position `i - widest + j`. A stage with a load above `max_load` has infinite time.
         """

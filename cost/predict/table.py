@@ -1,8 +1,9 @@
 """Cost table of a model: its operators, from which a step on any mesh and schedule is predicted.
 
-`autopart.cost.count.tabulate` builds a `Table` once, from a program. Plans use their own program. The search uses the
-program of a copy of the model with few repeated blocks, in which one row represents several operators. `predict`
-divides the operators into stages, computes the seconds of the stages, and simulates the schedule's actions.
+`autopart.cost.count.tabulate` builds a `Table` once, from a program. For a plan, this is the plan's program. For the
+search, it is the program of a copy of the model with few repeated blocks, in which one row represents several
+operators. `predict` divides the operators into stages, computes the seconds of the stages, and simulates the
+schedule's actions.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ from autopart.ir.run.sync_option import MethodParameters
 
 @dataclass(frozen=True)
 class Table:
-    """Cost table of a model: its operators in order, including each of several equal blocks.
+    """Cost table of a model.
+
+    It lists all operators in order, including the operators of every repeated block.
 
     Operators were counted at reference sizes (`b`, `s`, `tp`, `cp`, `ep`).
 
@@ -70,8 +73,8 @@ class Table:
             the number of samples of the global batch.
         buffer_bytes: bytes of all buffers.
         gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
-        hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap with
-            backward.
+        hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap
+            with backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
         divided: result of `cost.count.shard_counts.divided`.
     """
@@ -99,7 +102,7 @@ class Table:
         return np.array([position for position, _, _ in self.order])
 
     def times(self, setting: RunSetting) -> Sizes:
-        """Return each size of a setting as a multiple of the reference size."""
+        """Return each size of a setting (`b`, `s`, `tp`, `cp`, `ep`) divided by its reference size."""
         tokens = self.s if setting.tokens is None else setting.tokens
         ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
         return Sizes(setting.b / self.b, tokens / self.s, **ranks)
@@ -116,7 +119,7 @@ class Table:
 
     @cached_property
     def often(self) -> list[int]:
-        """For each row, the number of operators of the model that it represents."""
+        """For each row, the number of operators of the model that the row represents."""
         numbers: list[int] = np.bincount(self.positions, minlength=len(self.rows)).tolist()
         return numbers
 
@@ -188,7 +191,7 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
 def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
     """Return the stage boundaries that a plan would have.
 
-    A boundary is the index of a stage's first operator. The first stage has none. The boundaries balance the loads and
+    A boundary is the index of a stage's first operator. Stage 0 has no boundary. The boundaries balance the loads and
     sent bytes of one microbatch on a rank. Raises StageError if the model has too few operators at which a stage may
     begin.
     """
@@ -402,8 +405,8 @@ class TableCost:
     def _subtract_overlap(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
         """Subtract the seconds of ZeRO's collectives that overlap with compute.
 
-        The collectives of the first block cannot overlap. Those of the other blocks overlap, at most for as long as the
-        stage computes.
+        The collectives of the first block cannot overlap. The collectives of the other blocks overlap, at most for as
+        long as the stage computes.
 
         Args:
             parts: {part of a step: {kind of work: seconds}}, which is updated.
@@ -508,7 +511,8 @@ class TableCost:
     ) -> dict[tuple[tuple[str, int, int], ...], float]:  # fmt: skip
         """Return {groups of ranks: bytes of the gradients that they reduce}.
 
-        A group is (axis, number of ranks, stride in ranks). If a key has several groups, they reduce one after another.
+        A group is (axis, number of ranks, stride in ranks). If a key has several groups, the gradients are reduced
+        over one group after another.
         """
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():

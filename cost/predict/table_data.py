@@ -75,11 +75,11 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
 
 
 class _OrderEntry(NamedTuple):
-    """One operator of a cost table, with its row, its block, and the block that its parameters are in.
+    """One operator of a cost table, with its row, its block, and the block that owns its parameters.
 
     Args:
         row: index of the operator's row.
-        path, number: list and index of the block that the parameters are in; "" and 0 outside of blocks.
+        path, number: list and index of the block that owns the parameters; "" and 0 outside of blocks.
         block: the block that the operator is in, as "path.number".
     """
 
@@ -188,7 +188,7 @@ def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
     """Compress runs of operators to {"runs": runs, "times": number of blocks with equal runs}.
 
-    A run is consecutive operators of one block. "times" is omitted if it is 1.
+    A run is a sequence of consecutive operators of one block. "times" is omitted if it is 1.
 
     Args:
         runs: all runs of the model, in order.
@@ -207,7 +207,7 @@ def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
 
 
 def _repetition(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
-    """Find runs that repeat in the following blocks, from a given run on.
+    """Find runs of operators that repeat in the following blocks, starting at a given run.
 
     Returns (number of runs, number of repetitions), or (1, 1) if there is no repetition.
 

@@ -1,8 +1,8 @@
 """Memory of every rank from the rows of a cost table, for any mesh, schedule and options.
 
-This is the only code that predicts memory. `Plan.memory` is its result at the plan's own sizes. `Plan.cost.at` and the
-search use its result at other sizes. `cost.count.symbolic_memory` counts the memory of each row. This file adds weights
-that are being gathered and gradients of weights (`comm_buffers.py`).
+Only this file predicts memory. `Plan.memory` is its result at the plan's own sizes. `Plan.cost.at` and the search use
+its result at other sizes. `cost.count.symbolic_memory` counts the memory of each row. This file adds weights that are
+being gathered and gradients of weights (`comm_buffers.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ParameterUses(NamedTuple):
         known: its name in the cost table (`Table.parameters`).
         first, last: index of the first and last operator that reads it.
         opened: index of the operator before whose backward it is gathered. This is `last`, or the last operator of the
-            recomputed region that `last` is in.
+            recomputed region that contains operator `last`.
         again: True if the operators are recomputed in backward.
         kept: True if their backward reads it.
         trained: True if it gets a gradient.
@@ -130,7 +130,7 @@ def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Actio
 
     Args:
         order: the actions of a rank.
-        unsplit: indices of these stages.
+        unsplit: indices of the stages whose backward is never split.
     """
     return tuple(
         action._replace(kind="B") if action.stage in unsplit and action.kind == "I" else action
@@ -226,7 +226,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the index of the last operator of its recomputed region.
 
-    For an operator that is not in a region, the index is that of the next region's last operator.
+    For an operator outside of regions, the index is that of the last operator of the next region.
     """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
@@ -238,8 +238,8 @@ def _region_ends(priced: TableCost, order: Order) -> list[int]:
 def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
     """Return the peak memory of operators in addition to their saved tensors, and their communication.
 
-    When the backward of an operator runs, the backwards of later operators have freed their saved tensors and allocated
-    gradients of their weights.
+    When the backward of an operator runs, later operators have already run theirs. Their saved tensors are freed, and
+    the gradients of their weights are allocated.
 
     Args:
         order: the operators, as in `Table.order`.
@@ -271,7 +271,7 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
 def _forward(
     reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers
 ) -> tuple[Events, Events]:
-    """Return the memory events before and after each operator's forward: all-gathers and frees of weights.
+    """Return the memory events (all-gathers and frees of weights) around each operator's forward.
 
     Returns two mappings, before and after: {index of the operator: events}.
     """

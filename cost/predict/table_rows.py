@@ -100,7 +100,7 @@ class OperatorRow:
 
     @property
     def temporary(self) -> Size:
-        """The operator's memory in forward or in backward, whichever is larger."""
+        """The larger of the operator's memory in forward and in backward."""
         return max(self.in_forward, self.in_backward, key=lambda size: size.value)
 
 

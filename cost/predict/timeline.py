@@ -1,8 +1,8 @@
 """Timeline of a training step: start and end of each action of a pipeline schedule.
 
-Ranks that differ only on `dp`, `tp`, `cp` or `ep` do the same work at the same time. One rank therefore represents each
-coordinate of `pp`. Nothing is random, and time is not divided into slots: an action starts when its rank is free and
-its input has arrived.
+Ranks that differ only on `dp`, `tp`, `cp` or `ep` do the same work at the same time. One rank therefore represents
+each coordinate of `pp`. Nothing is random, and time is continuous: an action starts when its rank is free and its
+input has arrived.
 """
 
 from __future__ import annotations
@@ -178,17 +178,19 @@ def timeline(
     - GPipe and 1F1B post a receive right before the action that uses it, and wait for it. Nothing is sent before both
       ranks are ready, and the receiving rank is idle. GPipe waits for its sends after the last forward and the last
       backward.
-    - 1F1B waits for a send before the next one. In its steady state, it waits for a send together with the next receive
+    - 1F1B waits for a send before the next send. In its steady state, it waits for a send together with the next
+      receive
       from the same neighbour. The model assumes that both end at the same moment, as if a gradient took as long as its
       activation.
     - If sends overlap, each direction between two ranks carries one value at a time. The model assumes that all
-      receives are posted before their sends.
+      receives are posted before the matching sends.
     - DualPipeV runs some pairs of actions as one action, and sends the results of both at the end of the pair.
     - PipeDream-2BW receives like 1F1B. The timeline is one step in the steady state, in which each rank continues as
       soon as it has updated its weights.
 
     Args:
-        schedule: its name (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a pipeline.
+        schedule: name of the schedule (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a
+            pipeline.
         overlap_sends: True if sends overlap with compute. None: as in `torch.distributed.pipelining`.
 
     Raises StageError if the schedule cannot run this many stages and microbatches. Raises OptionError for durations
@@ -361,7 +363,7 @@ class _EventSimulation:
         return tuple(map(tuple, self.spans))
 
     def _advance(self, rank: int) -> list[int]:
-        """Run all actions that a rank can run now, and return the ranks that waited for its results."""
+        """Run all actions that a rank can run now. Return the ranks that waited for a result of these actions."""
         order, spans, unsent = self.orders[rank], self.spans[rank], self.unsent[rank]
         clock = spans[-1].end_s if spans else 0.0
         woken: list[int] = []

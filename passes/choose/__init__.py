@@ -1,1 +1,1 @@
-"""Choice of a plan: layouts, batch sharding, parameter storage, stages, recomputation. With reasons."""
+"""Choice of a plan: layouts, batch sharding, parameter storage, stages, recomputation, and reasons."""

@@ -81,7 +81,6 @@ def _solve(
     stored: Mapping[str, Layout],
     pinned: AxisConstraints,
 ) -> tuple[ShardingProblem, Sharding]:
-    """Return the cheapest sharding over one axis, and its problem. Axes in `solved` keep their solutions."""
     mesh, rows = problem.mesh, problem.mesh.data_parallel_size * problem.microbatches
     storage, stride = replace(problem.storage, beside=stored), mesh.stride(pinned.axis)
     summed = reduce_bytes_ratio(problem.trace)
@@ -95,7 +94,7 @@ def _solve(
 
 @driven(notes=decision_notes)
 def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """Choose stages and microbatches for `problem`, and keep the layouts of `decisions`.
+    """Choose stages and microbatches for `problem`, and take the layouts from `decisions`.
 
     No layout problem is solved.
     """

@@ -141,10 +141,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
-    """Apply the plan's sequence order (zigzag or contiguous) and its sequence dims to the trace.
-
-    If the mesh has no context axis, the trace keeps its sequence order.
-    """
+    """Apply the plan's sequence order (zigzag or contiguous) and its sequence dims to the trace."""
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
         set_zigzag(trace, any("zigzag" in text for text in texts))
@@ -155,16 +152,16 @@ def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
 def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] | None = None) -> Decisions:
     """Return the decisions that a plan holds for this trace.
 
-    The plan may come from another call or mode of the model (other shapes, without the loss, with dropout). Its entries
-    are then followed as far as they fit this trace. For operators that the plan does not list, the solver chooses
-    strategies that fit the listed operators and the stored weights. The batch is sharded over `dp` if its size
-    divides.
+    The plan may come from another call or mode of the model (other shapes, without the loss, with dropout). This
+    function then applies the entries that fit the trace. For operators that the plan does not list, the solver chooses
+    strategies that fit the listed operators and the stored weights. The batch is sharded over `dp` if `dp` divides its
+    size.
 
     Args:
         decided: `{operator: {axis: strategy}}` from `decided_by` of an earlier trace. These strategies are not chosen
             again.
 
-    Raises PlanError with the line of the plan that does not fit, and why.
+    Raises PlanError with the line of the plan that does not fit, and the reason.
     """
     _check_rules(plan)
     _follow_positions(trace, plan, mesh)
@@ -230,11 +227,10 @@ def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
 
 
 def _check_rules(plan: Plan) -> None:
-    """Raise PlanError if the plan needs a user rule that this process lacks or defines differently."""
     for name, data in plan.rules.items():
         rule = from_data(data)
         if REGISTERED.get(name) != rule:
-            other = f"it has {call_text(name, REGISTERED[name])}" if name in REGISTERED else "it has none"
+            other = f"it has {call_text(name, REGISTERED[name])}" if name in REGISTERED else "it has no rule for it"
             raise PlanError(
                 f"the plan needs a sharding rule for {name} that this process does not have", why=other,
                 where=plan.where("rules", name), hint=f"{call_text(name, rule)} before parallelize, or a new plan",
@@ -279,9 +275,9 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 def _check_cut_again(
     plan: Plan, constraints: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
 ) -> None:
-    """Raise PlanError if several axes shard one dim of a parameter, unless it is the dim of experts.
+    """Raise PlanError if several axes shard one dim of a parameter.
 
-    Several axes may shard experts if there are enough experts.
+    A dim of experts is allowed if it is large enough.
     """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
@@ -355,7 +351,7 @@ def _read_strategies(
 def _is_cast(name: str) -> bool:
     """Return True if an operator of this name is a cast.
 
-    The dtype of a run adds or removes casts, so a plan may name casts that the trace lacks.
+    The dtype option adds or removes casts, so a plan may name casts that the trace lacks.
     """
     return name.rpartition("/")[2].partition("#")[0] in (CAST, "to", "_to_copy")
 
@@ -370,7 +366,7 @@ def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: 
         return options[0]
     raise PlanError(
         f"the plan runs {name} with the strategy '{text}', which its sharding rule does not allow", why=describe(node),
-        where=plan.where("operators", name), hint=" | ".join(map(str, options[:8])),
+        where=plan.where("operators", name), hint="one of: " + " | ".join(map(str, options[:8])),
     )  # fmt: skip
 
 
@@ -381,9 +377,9 @@ def _follow_weights(
     stored: Mapping[str, Placement],
     chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:
-    """Return the strategy if it fits the stored weights, else the most similar option that does.
+    """Return the strategy if it fits the stored weights, else the most similar strategy that fits them.
 
-    A user may have edited the weights' layouts in the plan. The most similar option has the fewest changed placements.
+    A user may have edited the layouts of weights in the plan. The most similar strategy changes the fewest placements.
     """
     if _fits_weights(node, strategy, stored, chosen):
         return strategy
@@ -409,7 +405,7 @@ def _fits_weights(
 
 
 def _contradicts_storage(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
-    """Return True if the strategy shards a weight differently than the weight is stored.
+    """Return True if the strategy shards a weight on another dim than the weight is stored.
 
     The plan's entry with this operator's name was then written for another operator.
     """
@@ -428,11 +424,14 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
 
 
 def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str]) -> tuple[int, ...]:
-    """Return the index of each stage's first operator among the active operators, from stage 1 on.
+    """Return the index of each stage's first operator, from stage 1 on.
+
+    Indices count only operators that depend on parameters.
 
     Args:
         same_trace: the plan was made for this very trace.
-        order: operator keys of an earlier trace. If a stage's first operator is missing in this trace, the stage begins
+        order: operator keys of an earlier trace. If a stage's first operator is missing in this trace, the stage
+            begins
             at the next operator of `order` that exists.
     """
     if len(plan.cuts) != num_stages - 1:

@@ -76,7 +76,6 @@ class Problem:
         return Storage(self.mesh, self.zero, data_axis_pins(self.trace, self.mesh, self.pins))
 
     def options(self) -> dict[str, Any]:
-        """Return the options that the dump of a pass prints."""
         return {
             "mesh": self.mesh, "microbatches": self.microbatches, "num_stages": self.num_stages,
             "sequence_parallel": self.sequence_parallel, "zero": self.zero,

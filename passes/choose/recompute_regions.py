@@ -1,11 +1,11 @@
 """Activation recomputation: find the regions of stage graphs that the backward recomputes.
 
 `"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are saved.
-`"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is a region, because it has
-large activations and little compute. The core begins with a product of two activations (queries and keys). It contains
-all following operators without a weight (scale, mask, softmax, dropout). It ends with the next product (times values).
-Fused attention saves none of the core's activations, so it has no region. The same holds for attention that is fused
-only in the stage graph.
+`"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): each attention core is a region, because it has
+large activations and little compute. An attention core begins with a product of two activations (queries and keys). It
+contains all following operators without a weight (scale, mask, softmax, dropout). It ends with the next product (times
+values). Fused attention saves none of these activations, so it has no region. The same holds for attention that is
+fused only in the stage graph.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
     """Return a function that writes `region` (a number from 0) on the recomputed calls of a stage graph.
 
-    The function moves nodes so that each region is contiguous. A region can then run as one call.
+    The function also moves the nodes of each region next to each other, so that a region can run as one call.
     """
     full_blocks, core_of = _recompute_groups(traced, recompute)
 
@@ -62,8 +62,8 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 def _recompute_groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
     """Return the recomputed operators as two dicts, one for mode "full" and one for mode "selective".
 
-    The first dict is {operator: its block}; the value is "" if the block is not recomputed, and the dict is empty if no
-    block is. The second dict is {operator of a recomputed attention core: key of the core}.
+    - First dict: {operator: its block}. The value is "" if the block is not recomputed.
+    - Second dict: {operator of a recomputed attention core: key of the core}.
     """
     words = recompute_modes_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
@@ -82,7 +82,7 @@ def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> 
 
 
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
-    """Return notes on why a recompute option has no effect; empty if it has an effect."""
+    """Return notes that explain why a recompute option has no effect; empty if it has an effect."""
     words = recompute_modes_of(recompute)
     if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)
@@ -94,7 +94,7 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     if "selective" in words and not core_of:
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
-        why = "no product of two activations is followed by another one without a weight between them"
+        why = "the model has no two products of activations without a weight between them"
         if fused:
             why = f"attention is one operator ({fused[0]}), which saves nothing between its products"
         return (f"recompute='selective' changes nothing: {why}",)
@@ -130,12 +130,12 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     notes = []
     if recomputed_blocks:
         which = "every repeated block" if len(recomputed_blocks) == len(weighted) else first_of(recomputed_blocks)
-        notes.append(f"the model's own checkpoints are kept: the backward recomputes {which}")
+        notes.append(f"the model's own checkpoints are followed: the backward recomputes {which}")
     if not_kept:
         which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
         notes.append(
-            f"the model's own {which}: not kept, the activations are saved (only checkpoints of whole repeated "
-            "blocks can be kept)"
+            f"autopart ignores the model's own {which} and saves the activations (only checkpoints of complete "
+            "repeated blocks can be followed)"
         )
     return (
         "full" if len(recomputed_blocks) == len(weighted) else dict.fromkeys(recomputed_blocks, "full")
@@ -169,11 +169,12 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 
 
 def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
-    """Return the calls of a region to recompute: the block's own operators, and calls that depend on them.
+    """Return the calls of a region to recompute: the block's operators, and calls that depend on them.
 
-    Other calls, such as conversions of the region's inputs, run once, and their outputs are saved. One kind of them is
-    recomputed too: a call whose output is larger than its inputs and is used only in the region, such as the all-gather
-    of a weight. A value that another stage sent in shards is gathered once, outside the region, and saved in full.
+    Other calls of the region, such as conversions of its inputs, are not recomputed, and their outputs are saved. One
+    exception is a call whose output is larger than its inputs and is used only in the region, such as the all-gather
+    of a weight: it is recomputed. If another stage sent a value in shards, the value is gathered once, before the
+    region.
     """
     members = traced_calls.intersection(run)
     for node in run:
@@ -225,7 +226,7 @@ def cores(traced: fx.Graph) -> dict[str, str]:
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
-    """Return parameters, and nodes computed from parameters alone without a matrix product (views)."""
+    """Return parameters, and nodes computed from parameters alone without a matrix product."""
     weights: set[fx.Node] = set()
     for node in traced.nodes:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
@@ -237,13 +238,12 @@ def _weights(traced: fx.Graph) -> set[fx.Node]:
 
 
 def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
-    """Return the operands of a matrix product of activations; empty for other operators."""
     read = [n for n in tensor_inputs(node) if facts(n)["role"] in (ACTIVE, PARAMETER, WEIGHT)]
     return read if matrix_work(node) and weights.isdisjoint(read) else []
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
-    """Return the attention cores of a stage as lists of calls, including collectives that were inserted."""
+    """Return the attention cores of a stage as lists of calls, including the collectives inside of them."""
     calls = _calls(graph)
     members: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(calls):
@@ -271,9 +271,9 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
 
 
 def _contiguous_regions(graph: fx.Graph, regions: list[Region]) -> list[Region]:
-    """Reorder the graph so that each region is contiguous. Return the regions.
+    """Reorder the graph so that the nodes of each region are adjacent. Return the regions.
 
-    Regions that depend on each other cannot be contiguous, and are left out.
+    Regions that depend on each other cannot be made contiguous, and are left out.
     """
     if not regions:
         return []

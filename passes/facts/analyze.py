@@ -104,7 +104,7 @@ def annotate(trace: Trace) -> None:
 def _leave_sizes_open(graph: fx.Graph) -> None:
     """Replace sizes in the arguments of views by -1, if they depend on the number of selected elements.
 
-    A mask selects the elements, so their number is known only at run time. The view then infers the size.
+    A boolean mask selects the elements, so their number is known only at run time. The view then infers the size.
     """
     for node in graph.nodes:
         if takes_shape(facts(node).get("pattern")):
@@ -117,7 +117,7 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
 def _note_host(graph: fx.Graph) -> None:
     """Mark values on the CPU with `on_host`, if the model runs on a GPU. Random numbers are included.
 
-    The program creates marked values on the CPU too.
+    The generated program creates these values on the CPU too.
     """
     devices = {node: value(node).device.type for node in graph.nodes if is_tensor(node)}
     if "cuda" in devices.values():
@@ -127,7 +127,7 @@ def _note_host(graph: fx.Graph) -> None:
 
 
 def _note_dispatched(graph: fx.Graph) -> None:
-    """Mark values of dispatched tokens (`routed`), from the result of a MoE dispatch to the combine."""
+    """Mark values between a MoE dispatch and its combine (dispatched tokens) with `routed`."""
     routed: set[fx.Node] = set()
     for node in graph.nodes:
         pattern = facts(node).get("pattern")
@@ -149,10 +149,7 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """Return a number for each call. Calls with equal rule, inputs and output get equal numbers.
-
-    Calls with equal numbers have equal `strategies`.
-    """
+    """Return a number for each call. Calls with equal rule, inputs and output get equal numbers."""
     numbers: dict[Hashable, int] = {}
     known: dict[int, int] = {}  # by id of a pattern or of atoms, which equivalent nodes share
     values: dict[fx.Node, int] = {}
@@ -179,7 +176,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
 
 
 def _routing(node: fx.Node) -> tuple:
-    """Return a hashable key of a MoE call: number of experts, and which operands are dispatched tokens."""
+    """Return a key of a MoE call: the number of experts, and which operands are dispatched tokens."""
     if not facts(node).get("routed"):
         return ()
     return (operator_name(node), *node.args[3:4], *(facts(s).get("routed", False) for s in tensor_inputs(node)))
@@ -232,8 +229,8 @@ def _role(node: fx.Node, trace: Trace) -> str:
 def _note_draws(graph: fx.Graph) -> None:
     """Mark random operators, and operators that use their results, with `tied_to_mode`.
 
-    Such operators can differ between train and eval mode, so they are named separately (`random_...`). All other
-    operators then have equal names in both modes.
+    Such operators can differ between train and eval mode, so they get names of their own kind (`random_...`). All
+    other operators then have equal names in both modes.
 
     Raises TraceError if the distribution of a random operator depends on values that the model computes.
     """
@@ -302,7 +299,7 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 
 
 def _has_given_size(node: fx.Node) -> list[bool]:
-    """Return, for each output dim of a view, True if the size is fixed, not data-dependent.
+    """Return, for each output dim of a view, True if the size does not depend on data.
 
     Called for views whose input has a dim of elements selected by a mask.
     """
@@ -314,8 +311,8 @@ def _has_given_size(node: fx.Node) -> list[bool]:
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
     """Replace atoms with data-dependent sizes by atoms of kind `DATA_DIM`.
 
-    `before`: atoms of this dim in the tensor that an operator writes to. If one of them has a data-dependent size,
-    `before` is returned.
+    `before`: atoms of this dim in the tensor that an operator writes to. If one of these atoms has a data-dependent
+    size, `before` is returned.
     """
     if selections_in(before):
         return before
@@ -349,8 +346,8 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
 def _find_rows(graph: fx.Graph) -> bool:
     """Find batch dims of tensors that are created without inputs, such as `zeros(8, 12)`.
 
-    A dim is a batch dim if a later operator combines it with another batch dim. Adds the dim to the fact `rows` of the
-    tensor. Returns True if a dim was added.
+    A dim is a batch dim if a later operator combines it with another batch dim. The dim is then added to the fact
+    `rows` of the tensor. Returns True if a dim was added.
     """
     used: dict[fx.Node, set[int]] = {}
     known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}
@@ -401,7 +398,7 @@ def _new_atom(size: int, batch: int, kind: str) -> Atoms:
 def _resized(atoms: Atoms, size: int) -> Atoms:
     """Return `atoms` if their product is `size`, else one atom of this size.
 
-    The product differs if a tensor is one of several that are concatenated along the dim.
+    The product differs if the tensor is concatenated with other tensors along the dim.
     """
     if math.prod(a.size for a in atoms) == size:
         return atoms
@@ -427,8 +424,8 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 def _ask_for_sections(node: fx.Node) -> None:
     """Write on the inputs of a node how their dims must be split into sections before sharding.
 
-    A dim with sections (such as fused q, k and v) is sharded section by section. The sections are those that the node
-    or later nodes require.
+    A dim with sections (such as fused q, k and v) is sharded section by section. The node, or a node after it,
+    requires the sections.
     """
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
@@ -448,7 +445,7 @@ def _ask_for_sections(node: fx.Node) -> None:
 
 
 def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
-    """Return the sections of a concatenated dim: their sizes, or their number if all sizes are equal.
+    """Return the sections of a concatenated dim: their number if all have equal sizes, else their sizes.
 
     Empty if the dim has another size than the full concatenation, or only one section.
     """
@@ -461,7 +458,7 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 def _offer_sections(node: fx.Node) -> None:
     """Record in `offered` the sizes of the tensors that a dim of this value was concatenated from.
 
-    The concatenation can be an earlier operator, if operators in between keep the dim unchanged. The strategies can
+    The concatenation can be an earlier operator, if the operators after it keep the dim unchanged. The strategies can
     then shard the dim in sections, one section per concatenated tensor.
     """
     facts(node)["offered"] = {}

@@ -1,4 +1,4 @@
-"""Checks that one traced block can represent the repetitions that are left out of the trace."""
+"""Checks that a block in the trace can represent the equal blocks that are left out of the trace."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def _signature(node: fx.Node) -> Any:
 def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
     """Raise NotDeduplicable if a deduplicated block of a stage graph cannot represent its repetitions.
 
-    It must equal the blocks before and after it in operators, shapes and recomputation, and be contiguous in the graph.
+    The block must equal the blocks before and after it in operators, shapes and recomputation. Its nodes must be
+    adjacent in the graph.
     """
     held = {facts(node).get("block") for node in graph.nodes}
     for fold in folds:
@@ -67,9 +68,11 @@ def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
 
 
 def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
-    """Return the calls of three blocks: the one before a deduplicated block, this block, the one after it.
+    """Return the calls of three blocks: a deduplicated block, and the blocks before and after it.
 
-    Raises NotDeduplicable if the blocks differ in size or are not contiguous.
+    The order is that of the graph.
+
+    Raises NotDeduplicable if the blocks differ in size or are not adjacent.
     """
     numbers = [fold.number - 1, fold.number, fold.number + fold.times]
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -84,7 +87,7 @@ def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
 def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
     """Return True if three operators have one position in three consecutive blocks that share layouts.
 
-    The first and last blocks of a model may choose their own layouts, so they do not match.
+    The first and last blocks of a model may have other layouts, so they do not match.
     """
     places = [facts(node).get("place") for node in nodes]
     if all(place is None for place in places):

@@ -1,8 +1,8 @@
 """Repeated blocks in a sequence of operators, found by operator kinds and data flow, never by names.
 
 A block is a sequence of operators that is immediately followed by copies with equal operator kinds. Every copy must
-use a value of the copy before it. So layers of a model form blocks, but its q, k and v projections do not. The inputs
-of the first copy and the users of the last are arbitrary.
+use a value of the copy before it. So the layers of a model are blocks, but its q, k and v projections are not. The
+inputs of the first copy and the consumers of the last copy are arbitrary.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def places(
 ) -> list[BlockPosition]:  # fmt: skip
     """Return the position of every operator in repeated blocks.
 
-    If a block has one product with a weight, two blocks are merged to one. The two products can then be sharded along
-    output and input features in turn (column- and row-parallel).
+    If a block has only one product with a weight, pairs of blocks are merged. The two products can then be sharded
+    along output features and input features in turn (column- and row-parallel).
 
     Args:
         kinds: kind of each operator.
         reads: for each operator, the indices of the operators whose results it uses.
         products: indices of products with a weight.
-        times: number of operators of the full model that each operator represents; empty: one each.
+        times: number of operators of the full model that each operator represents. Empty if each represents one.
 
     >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[4:]
     [BlockPosition(like=2, block=(1, 1), times=2), BlockPosition(like=5, block=None, times=1)]
@@ -88,7 +88,7 @@ def places(
 
 
 def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return, per operator, the number of values computed before it and used by it or a later operator."""
+    """Return, per operator, the number of earlier values that this operator or a later one uses."""
     last = {source: i for i, sources in enumerate(reads) for source in sources}
     change = np.zeros(len(reads) + 1, dtype=np.int64)
     for producer, read in last.items():
@@ -100,9 +100,9 @@ def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
 def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
 ) -> _RepeatedRun | None:
-    """Return the blocks and copies that cover the most operators; if equal, those with the smallest block.
+    """Return the block whose copies cover the most operators, and its copies; prefer small blocks.
 
-    `start`, `stop`: range of operators to search. Returns None if no block is repeated in it.
+    `start`, `stop`: range of operators to search. Returns None if no block is repeated in the range.
     """
     candidates: list[tuple[int, int, int, int]] = []
     for period in range(1, (stop - start) // 2 + 1):

@@ -1,4 +1,4 @@
-"""Number of labels that a mean loss is divided by, as an input that a training step can replace.
+"""The number of labels that a mean loss is divided by, as an input that a training step can replace.
 
 A step that accumulates gradients over several batches divides by the number of labels in all batches.
 """
@@ -20,7 +20,7 @@ _COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def with_label_count(program: Program, loss: fx.Node) -> Program:
-    """Return the program with its `label_count`: the stage input that divides the loss.
+    """Return the program with its `label_count` set to the name of the stage input that divides the loss.
 
     If there is no such input, `label_count` is a text with the reason.
     """
@@ -39,9 +39,9 @@ def with_label_count(program: Program, loss: fx.Node) -> Program:
 
 
 def _division(loss: fx.Node) -> fx.Node | None:
-    """Return the node that divides the sum of the loss over labels by their count.
+    """Return the node that divides the sum of the loss over labels by their count, or None.
 
-    Between this node and the loss there may only be views, casts and constant factors. Otherwise returns None.
+    Between this node and the loss there may only be views, casts and constant factors.
     """
     node = loss
     while True:
@@ -71,5 +71,5 @@ def _is_count(node: fx.Node) -> bool:
 
 def _why_not(loss: fx.Node) -> str:
     if loss.op == "call_function" and operator_name(loss) == "aten::add":
-        return "the loss has several terms: labels divide only one of them"
+        return "the loss has several terms, and only one of them is divided by the number of labels"
     return "the loss is not a sum over labels divided by their count"

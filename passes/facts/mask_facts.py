@@ -84,15 +84,16 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
     depends on a tensor without values (on meta), is random, or is too large.
     """
     known, nodes = _available_values(trace), ancestors_of([node])
-    if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
-        return _CallValues(trace, nodes, known, all_rows).of(node)
-    return None
+    if not all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
+        return None
+    found = None if all_rows else _CallValues(trace, nodes, known, all_rows).of(node)
+    return _CallValues(trace, nodes, known, True).of(node) if found is None else found
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """Return a list with the plan's note that counts attention masks by structure, such as `2 causal`.
+    """Return the plan's note that counts attention masks by structure, such as `2 causal`, as a list.
 
-    Empty for a model without attention.
+    The list is empty for a model without attention.
     """
     kinds = Counter[str]()
     for node, weight in weighted(operators(trace.graph)):
@@ -135,15 +136,16 @@ class _CallValues:
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """Return the value of a node.
 
-        Returns None if this value or one of its ancestors is too large, or if an operator fails because equal samples
-        were left out.
+        Returns None if the value, or a value that it depends on, is too large. Returns None too if an operator fails
+        because equal samples were left out, or if several dims of a value seem to be the batch (such as `arange(8)` as
+        samples and as position ids).
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
             if node in self.given:
                 values[node] = self._of_rows(node, self.given[node].to(cpu))
                 continue
-            if self._elements(node) > _LARGEST:
+            if self._elements(node) > _LARGEST or (len(self._row_dims(node)) > 1 and len(self.rows) < self.size):
                 return None
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
@@ -156,7 +158,7 @@ class _CallValues:
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims of a value that are the batch, without dims that merge the batch with another dim."""
+        """Return the batch dims of a value. A dim in which the batch is merged with another dim is left out."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 

@@ -1,8 +1,8 @@
 """Assumed share of elements that a mask selects, for the memory and FLOPs of a plan.
 
 The true number depends on the data. If the mask depends only on inputs, the share is that of the example call. If
-several masks divide the elements of one value between them, such as tokens by expert, each selects an equal share. For
-all other masks, all elements are assumed to be selected.
+several masks split the elements of one value between them, such as tokens by expert, each mask is assumed to select an
+equal share. For all other masks, all elements are assumed to be selected.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def _share(node: fx.Node) -> float:
 
 
 def _in_call(trace: Trace, mask: fx.Node) -> float | None:
-    """Return the share of True elements of a mask in the traced call; None if it depends on parameters."""
+    """Return the share of True elements of a mask in the traced call.
+
+    None if the mask depends on parameters.
+    """
     if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
         return None
     values = values_in_call(trace, mask, all_rows=True)
@@ -90,7 +93,7 @@ def _in_call(trace: Trace, mask: fx.Node) -> float | None:
 
 
 def _partition_key(mask: fx.Node) -> Hashable:
-    """Return a key of a mask, equal for masks that divide the elements of one value between them.
+    """Return a key of a mask. Masks that split the elements of one value between them have equal keys.
 
     Such masks are slices of one tensor, or comparisons of one tensor with different numbers (`expert == 0`).
     """

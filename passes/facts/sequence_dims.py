@@ -1,10 +1,10 @@
 """Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
-A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a sequence
-dim if its name in the rule is that of an input's sequence dim. A view can merge the sequence with another dim, or split
-it again. A dim that an operator creates (a convolution over the sequence) is a sequence dim if an input has one at the
-same index. Position ids and position tables depend on no input. Their dims are sequence dims if an operator combines
-them with a sequence dim of another value.
+A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a
+sequence dim if its name in the rule is that of an input's sequence dim. A view can merge the sequence with another
+dim, or split it again. An output dim that the rule does not relate to inputs (a convolution over the sequence) is a
+sequence dim if an input has one at the same index. Position ids and position tables depend on no input. Their dims are
+sequence dims if an operator combines them with a sequence dim of another value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Named = Mapping[str, int]
 def follow_sequences(trace: Trace, named: Named) -> None:
     """Write `other_positions` on every operator: the factors that a context-parallel axis must not shard.
 
-    These are factors that belong to no named sequence and to no weight. The set is empty if the user names no sequence.
+    These factors belong to no named sequence and to no weight. The set is empty if the user names no sequence.
     Named inputs that this call does not have are ignored.
     """
     along = _Along(trace, _dims_of(trace, named)).with_made() if named else None
@@ -46,7 +46,7 @@ def follow_sequences(trace: Trace, named: Named) -> None:
 
 
 def check_named(trace: Trace, named: Named) -> None:
-    """Raise OptionError if `sequence_dims` names an input that does not exist, or a dim that it lacks."""
+    """Raise OptionError if `sequence_dims` names an input or a dim that does not exist."""
     nodes = _inputs(trace)
     for name, dim in named.items():
         if name not in nodes:
@@ -100,9 +100,9 @@ def _inputs(trace: Trace) -> dict[str, fx.Node]:
 
 
 def _display_name(node: fx.Node) -> str:
-    """Return an input's name as the user knows it.
+    """Return the user's name of an input.
 
-    Inputs of a model that is traced with a loss function have the prefix `call.`, which is removed.
+    A trace with a loss function adds the prefix `call.`, which is removed.
     """
     return facts(node)["input_name"].removeprefix("call.")
 
@@ -139,7 +139,7 @@ class _Along:
                 self.made[node] = self._made(node)
 
     def with_made(self) -> _Along:
-        """Return a copy that also has the sequence dims of values that depend on no input (position ids).
+        """Return a copy that includes sequence dims of values that depend on no input (such as position ids).
 
         A dim of such a value is a sequence dim if an operator combines it with a sequence dim of another value.
         """

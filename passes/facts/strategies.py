@@ -61,7 +61,9 @@ _KINDS: Mapping[Cuts, frozenset[str]] = {
 
 
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str = "") -> tuple[Strategy, ...]:
-    """Return all strategies of `node` on an axis of `num_shards` ranks, the replicated one first.
+    """Return all strategies of `node` on an axis of `num_shards` ranks.
+
+    The first one replicates everything.
 
     Args:
         kinds: kinds of atoms (indivisible factors of dims) that can be sharded (`FEATURE`, ...).
@@ -137,10 +139,10 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 
 
 def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
-    """Return [(token factor, placement)] of the strategy in which each rank has different tokens.
+    """Return [(token factor, placement)] of the strategies in which each rank has different tokens.
 
-    Dispatch and combine use one placement, so that the combine returns tokens to the rank that dispatched them. The
-    list is empty if tokens cannot be sharded.
+    A dispatch and its combine use one placement, so that the combine returns tokens to the rank that dispatched them.
+    The list is empty if tokens cannot be sharded.
     """
     tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.places}) == 1 and s.inputs[0].is_shard]
     return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
@@ -149,8 +151,8 @@ def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
 def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     """Return the strategies of ring attention: keys and values have the placement of the queries.
 
-    Empty for other operators, for attention with dropout, with unequal numbers of queries and keys, or with a mask that
-    needs a gradient.
+    The list is empty for other operators. It is empty for attention with dropout, with unequal numbers of queries and
+    keys, or with a mask that needs a gradient.
     """
     pattern = facts(node)["pattern"]
     if pattern is None or pattern.context != "ring":
@@ -197,7 +199,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
     """Return True if an axis may use this strategy, given the weights that the strategy shards.
 
     An axis for features may shard all weights. Other axes may shard a weight only along a dim that all activations and
-    outputs have too (an added position table). An axis for experts may also shard the expert dim of a weight.
+    outputs have too (such as an added position table). An axis for experts may also shard the expert dim of a weight.
     """
     if cuts == "features":
         return True
@@ -217,7 +219,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     """Return the strategies in which no operand that depends only on model inputs is a partial sum.
 
-    Each rank computes or slices such operands, so they are never partial sums.
+    Each rank computes such operands in full or slices them, so they are never partial sums.
     """
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     if not any(data):
@@ -232,7 +234,7 @@ def sharded_selections(node: fx.Node, place: Placement) -> set[str]:
 def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
     """Return the strategy that computes a shard of a value from shards of the operator's inputs.
 
-    The value depends on model inputs only. Returns None if a rank must compute the full value and slice it.
+    The value depends on model inputs only. Returns None if each rank must compute the full value and slice it.
     """
     source, index = source_of(node)
     if source.op != "call_function" or draws_random_numbers(source) or not tensor_inputs(source):
@@ -319,7 +321,7 @@ def _sharded(
 def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
     """Return the factors that a view splits from a dim of elements selected by a mask.
 
-    They cannot be sharded, because it is unknown which selected elements each index of a factor has.
+    They cannot be sharded, because the number of selected elements per index of a factor is unknown.
     """
     if pattern.tied:
         return set()
@@ -329,7 +331,7 @@ def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 
 
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return {dim name in a sharding rule: the indivisible parts (atoms) of the dims with that name}.
+    """Return {dim name in a sharding rule: the atoms (indivisible factors) of the dims with that name}.
 
     The atoms are those of an input dim. A name that only the output has (`expand`) gets the atoms of the output dim.
     """
@@ -393,9 +395,9 @@ def _can_be_uneven(
 ) -> bool:  # fmt: skip
     """Return True if the shards of atom `i` of a factor may have unequal sizes.
 
-    A feature (a vocabulary of 50257) may have uneven shards if no operand merges it with other factors. A sequence may
-    have uneven shards if it is the innermost atom of its dim. In both cases an input must have the factor, and no shard
-    may be empty.
+    A feature (such as a vocabulary of 50257) may have uneven shards if no operand merges it with other factors. A
+    sequence may have uneven shards if it is the innermost atom of its dim. In both cases an input must have the
+    factor, and no shard may be empty.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not can_shard_sequence(size, num_shards)
@@ -406,7 +408,7 @@ def _can_be_uneven(
 
 
 def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Return the sections of a factor that later operators need, or that earlier ones concatenated."""
+    """Return the sections of a factor that later operators need, or that an earlier operator concatenated."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")

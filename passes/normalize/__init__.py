@@ -1,6 +1,6 @@
 """Passes that rewrite a traced graph with fewer kinds of operators, so that few rules are needed.
 
-No pass changes what the graph computes. `PASSES` has them by name, for `Pass.parse`.
+No pass changes what the graph computes. `PASSES` maps names to passes, for `Pass.parse`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ aten = torch.ops.aten
 def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Decompose attention with dropout into products, softmax and a separate dropout.
 
-    The first new operator gets the name of the attention. So a stage boundary with this name is found in eval mode too.
+    The first new operator gets the name of the attention, so that a stage boundary with this name exists in eval mode
+    too.
     """
     if dropout_probability(node):
         before = node.prev
@@ -46,7 +47,7 @@ def _mark(before: fx.Node, node: fx.Node) -> None:
 
 
 class _AttentionFormula(NamedTuple):
-    """The operands of a decomposed attention, and its last call (`result`). `turned`: transposed keys."""
+    """The operands of a decomposed attention, and its last call (`result`). `turned`: the transposed keys."""
 
     query: fx.Node
     turned: fx.Node
@@ -100,10 +101,7 @@ def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """Return keys of shape [..., sequence, head size], given transposed keys.
-
-    If the transposed keys come from a transpose node, its input is returned. Otherwise a transpose is added.
-    """
+    """Return keys of shape [..., sequence, head size], given transposed keys."""
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]
     key = emit(graph, result, aten.transpose.int, turned, -2, -1)
@@ -126,7 +124,7 @@ def _is_of(node: Any, dropped: fx.Node) -> bool:
 def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite causal attention (`is_causal=True`) as attention with a mask tensor.
 
-    `ops/stage_masks.py` decides at run time if kernels skip the masked keys.
+    At run time, `ops/stage_masks.py` decides whether kernels can skip the masked keys.
     """
     if not argument(node, "is_causal"):
         return

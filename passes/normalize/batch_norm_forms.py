@@ -31,7 +31,7 @@ BATCH_NORM, INNER = "batch_norm", "batch_statistic"
 def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     """Decompose a batch norm in training into mean, mean of squared differences, and products.
 
-    The mean over samples is then a sum that is all-reduced over data ranks in forward and backward, as in
+    The mean over samples is then a sum. The sum is all-reduced over data ranks in forward and backward, as in
     SyncBatchNorm. New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) use the same mean and
     variance.
     """
@@ -91,8 +91,9 @@ class _BatchNormFormula:
     def parts(self, weight: Any, bias: Any, mean: Any = None, var: Any = None, momentum: float = 0.0) -> dict:
         """Return {index: output} of the fused operator.
 
-        0 is the normalized value, 1 the mean, 2 one over the deviation, both without a gradient. 3 and 4 are the new
-        running mean and variance, if the running ones are passed.
+        Output 0 is the normalized value. Output 1 is the mean and output 2 is one over the standard deviation, both
+        without a gradient. Outputs 3 and 4 are the new running mean and variance; they exist only if running
+        statistics are passed.
         """
         outputs = {0: self.normalised(weight, bias)}
         used = {part.args[1] for part in self.node.users if part.users}

@@ -30,7 +30,9 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -
 def _multilabel_margin_loss(
     logits: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss of each sample, its mean (`reduction` 1) or its sum (2), and the mask of target classes.
+    """Compute the loss and the mask of target classes.
+
+    The loss is that of each sample, its mean (`reduction` 1) or its sum (`reduction` 2).
 
     Torch's decomposition counts the entries of `target` after the first -1 as class 0.
     """
@@ -60,7 +62,7 @@ def take_apart(graph: fx.Graph, depth: int = 4) -> None:
     """Decompose operators that depend on a parameter and have no rule, with torch's decompositions.
 
     Args:
-        depth: number of times the operators of a decomposition are themselves decomposed.
+        depth: number of times that the operators of a decomposition are decomposed again.
     """
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):
@@ -109,7 +111,8 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
     """Return the graph of an operator's decomposition.
 
-    None if torch has no decomposition, or if it cannot be traced, writes in place, or contains the operator itself.
+    None if torch has no decomposition. None too if the decomposition cannot be traced, writes in place, or contains
+    the operator itself.
     """
     whole = _FORMULAS.get(node.target) or decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -167,7 +170,10 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if another tensor can share the node's memory: it is an input or a view, or has a view."""
+    """Return True if another tensor may share the node's memory.
+
+    The node is then an input or a view, or has a view.
+    """
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)
 

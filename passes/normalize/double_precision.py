@@ -23,12 +23,12 @@ _WITHOUT_DOUBLE = {"aten::_grouped_mm"}
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
     """Make a graph compute in float64, whatever precision it was traced in.
 
-    Inputs, weights and buffers become float64. Casts to a lower precision (in losses and norms that work in float32, or
-    by autocast) become casts to float64. Values that depend on no input (`zeros`, positions, constants, random numbers)
-    are created in their traced precision. If an operator combines them with an upcast value of equal traced precision,
-    they are cast to float64.
+    Inputs, weights and buffers become float64. Casts to a lower precision (in losses and norms that work in float32,
+    or by autocast) become casts to float64. Values that depend on no input (`zeros`, position ids, constants, random
+    numbers) are created in their traced precision. They are cast to float64 if an operator combines them with an
+    upcast value that was traced in the same precision.
 
-    Returns the lower precisions that were replaced. Float32 of weights and inputs is not among them.
+    Returns the lower precisions that were replaced. Float32 of weights and inputs is not included.
     """
     traced = {node: value(node).dtype for node in graph.nodes if is_floating(node)}
     lifted: set[torch.dtype] = set()
@@ -70,7 +70,7 @@ def _lift_value(node: fx.Node) -> None:
 def _lift_casts(node: fx.Node) -> set[torch.dtype]:
     """Replace the dtype arguments of a call (such as the target of a cast) by float64.
 
-    Returns the original dtypes.
+    Return the original dtypes.
     """
     asked: set[torch.dtype] = set()
 
@@ -89,7 +89,7 @@ def _lift_casts(node: fx.Node) -> set[torch.dtype]:
 def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
     """Upcast the target tensor of a `copy` if the copied value was upcast and the target was not.
 
-    Returns the original dtype of the target, in a set that is empty if nothing changed.
+    Returns a set with the original dtype of the target; empty if nothing changed.
     """
     if operator_name(node) != "aten::copy":
         return set()
@@ -110,9 +110,9 @@ def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Upcast the remaining float32 operands of a call to float64, if all were traced in one precision.
+    """Upcast the remaining float32 operands of a call, if all operands were traced in one precision.
 
-    Such operands depend on no input (`zeros`, positions).
+    These operands depend on no input (`zeros`, position ids).
     """
     operands = [n for n in node.all_input_nodes if is_floating(n)]
     if len({_real(traced[n]) for n in operands}) > 1:

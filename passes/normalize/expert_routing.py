@@ -1,4 +1,4 @@
-"""Mixtures of experts with explicit dispatch of tokens to experts, and combination of their outputs.
+"""Mixtures of experts with explicit dispatch of tokens, and combination of the experts' outputs.
 
 Between `to_experts` and `from_experts` every operator works on each token independently. So a rank can hold only the
 tokens of its local experts (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a capacity limit: Gale
@@ -53,7 +53,7 @@ def _is_looked_up(node: Any) -> bool:
 
 
 def rows_to_experts(graph: fx.Graph) -> Any:
-    """Insert a dispatch (`to_experts`) before the experts' products and a combine (`from_experts`) after.
+    """Insert a dispatch (`to_experts`) before the experts and a combine (`from_experts`) after them.
 
     Operators that work on each token independently stay between dispatch and combine.
     """
@@ -83,7 +83,6 @@ class _Region:
                         self._leave(node)
 
     def _send(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """Return the dispatched tokens of a value. A value is dispatched only once."""
         source, times = _repeated(value)
         if (source, times) not in self.sent:
             at_experts = autopart_ops.to_experts.default
@@ -121,7 +120,7 @@ class _Region:
         return self._send(node, used)
 
     def _leave(self, node: fx.Node) -> None:
-        """Combine the dispatched inputs of an operator that does not work on dispatched tokens.
+        """Combine the dispatched inputs of an operator that cannot work on dispatched tokens.
 
         If the operator is part of a sum over the experts of each token, the combine also computes the sum.
         """
@@ -144,7 +143,7 @@ class _Region:
 def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the value before its rows were repeated (`repeat_interleave`), and the number of repetitions.
 
-    For any other value, returns the value itself and 1.
+    For any other node, returns the node itself and 1.
     """
     if short_name(node) == "reshape" and short_name(node.args[0]) == "expand":
         wide = node.args[0]
@@ -156,7 +155,7 @@ def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _summed(node: fx.Node, used: fx.Node) -> int:
-    """Return the number of experts per token, if `node` is a view whose only user sums over them; else 0."""
+    """Return the number of experts per token if the only user of view `node` sums over them; else 0."""
     if short_name(node) != "reshape" or len(node.users) != 1 or len(shape(node)) != len(shape(used)) + 1:
         return 0
     total, (tokens, times, *rest) = next(iter(node.users)), shape(node)

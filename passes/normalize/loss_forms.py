@@ -1,4 +1,4 @@
-"""Rewrites of mean losses as sums divided by a count, so that a rank's loss can be a partial sum."""
+"""Rewrites of mean losses as sums divided by a count. A rank's loss can then be a partial sum."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return the slice that drops the last token's logits, and the views and casts after it, last first.
+    """Return the slice that drops the last token's logits, and the views after it, last first.
 
-    A view is a reshape to [tokens, classes], or a transpose. Returns None in place of the slice if `node` has no such
-    ancestor.
+    A view is a reshape to [tokens, classes], or a transpose. Returns None in place of the slice if `node` does not
+    come from such a slice.
     """
     views: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function":
@@ -73,8 +73,8 @@ def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
 def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite the mean of a loss as a sum divided by the number of labels that are not ignored.
 
-    The number depends only on inputs, so every rank computes it for the global batch. So the loss is the mean over all
-    tokens of the global batch, even if microbatches and ranks have different numbers of labels.
+    The number depends only on inputs, so every rank computes it for the global batch. The loss is then the mean over
+    all tokens of the global batch, even if microbatches and ranks have different numbers of labels.
     """
     reduction = argument(node, "reduction")
     labels = operator_name(node) in ("aten::cross_entropy_loss", "aten::nll_loss_nd")
@@ -98,7 +98,7 @@ def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::mean")
 def whole_means(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `mean()` over all elements as a sum divided by their number."""
+    """Rewrite `mean()` over all elements as a sum divided by the number of elements."""
     if node.target is aten.mean.default:
         with graph.inserting_before(node):
             total = emit(graph, node, aten.sum.default, node.args[0])

@@ -1,4 +1,4 @@
-"""Rewrites of matrix products as few operators: `linear`, `matmul`, `einsum` of two operands."""
+"""Rewrites of matrix products with few operators: `linear`, `matmul`, and `einsum` of two operands."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _bilinear(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def one_linear(graph: fx.Graph) -> None:
     """Rewrite `addmm` and `mm` as `linear`, and biases of products and convolutions as a separate `add`.
 
-    If the operand is a view that merges `(batch sequence)`, the `linear` uses the unmerged tensor, so that the sequence
-    stays a dim. The bias is separate because it must be added after a partial sum is reduced.
+    If the operand is a view that merges `(batch sequence)`, the `linear` uses the unmerged tensor, so that the
+    sequence stays a separate dim. The bias is separate because it must be added after a partial sum is reduced.
     """
     for node in list(graph.nodes):
         name = short_name(node) if node.op == "call_function" else ""
@@ -110,7 +110,7 @@ def one_linear(graph: fx.Graph) -> None:
 
 @on_calls("aten::add")
 def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
-    """Move a bias of a stage graph into the `linear` to whose result it is added.
+    """Fuse the addition of a bias into the `linear` before it, in a stage graph.
 
     A bias that is added after a collective stays separate.
     """

@@ -1,7 +1,7 @@
 """Rewrites of random operators, so that they do not depend on values of the model.
 
-Such an operator can run for the global batch, in the model's order and on the model's generator. The numbers that it
-generates depend on operator, shape, dtype and memory layout, so these four stay as traced.
+A random operator can then run for the global batch, in the model's order and on the model's generator. The numbers
+that it generates depend on operator, shape, dtype and memory layout, so the rewrites keep all four.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ number `p` is another one."""
 def draws_as_data(graph: fx.Graph) -> None:
     """Make every random operator independent of the model's values.
 
-    An operator that uses only a tensor's shape gets an empty tensor instead. An operator whose distribution the model's
-    values scale or shift becomes a standard random operator followed by arithmetic.
+    An operator that uses only a tensor's shape gets an empty tensor instead. If values of the model scale or shift an
+    operator's distribution, the operator becomes a standard random operator followed by arithmetic.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @on_calls("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
 def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Split a call of several recurrent layers with dropout into one call per layer and dropouts between."""
+    """Split a call of several recurrent layers into one call per layer, with dropout between layers."""
     if not draws_random_numbers(node) or argument(node, "batch_first") is None:  # None: packed sequences
         return
     before = node.prev
@@ -29,7 +29,7 @@ def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the outputs of the split layers: the last layer's output, then all final states."""
+    """Return the last layer's output, then the final states of all layers."""
     number, weights = argument(node, "num_layers"), argument(node, "params")
     states = argument(node, "hx")
     states = list(states) if isinstance(states, (list, tuple)) else [states]
@@ -58,7 +58,7 @@ def _layer(graph: fx.Graph, node: fx.Node, x: fx.Node, states: list[fx.Node], we
 
 
 def _dropped(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:
-    """Insert dropout between two layers. Its mask is drawn with shape [sequence, batch, features]."""
+    """Insert dropout between two layers. Its mask has the shape [sequence, batch, features]."""
     batch_first = argument(node, "batch_first")
     order = value(x).transpose(0, 1) if batch_first else value(x)
     p = argument(node, "dropout")

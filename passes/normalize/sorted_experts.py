@@ -31,14 +31,14 @@ def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Sorted:
-    """Values between a sort by expert and its inverse, and the equivalent value of each in token order.
+    """Values between a sort by expert and the inverse sort, and equivalent values in token order.
 
     Attributes:
         own: {value in sorted order: equivalent value in token order}.
         order: index tensors that sort the tokens.
         undoes: index tensors that undo the sort.
         shared: {index tensor that is `order // k`: k}.
-        offsets: numbers of tokens per expert, and their cumulative sums.
+        offsets: tensors with the number of tokens per expert, or with the cumulative sums of these numbers.
     """
 
     def __init__(self, graph: fx.Graph, sort: fx.Node):
@@ -139,14 +139,20 @@ class _Sorted:
         return self._alone(node)
 
     def _repeated(self, node: fx.Node, source: fx.Node, times: int) -> bool:
-        """Rewrite `x[order // k]`: every token `k` times, in sorted order. Return False if it does not match."""
+        """Rewrite `x[order // k]`, which repeats every token `k` times in sorted order.
+
+        Return False for any other node.
+        """
         if source in self.own or shape(source)[0] * times != self.num_rows:
             return False
         self.own[node] = repeat_each(self.graph, node, source, 0, times) if times > 1 else source
         return True
 
     def _alone(self, node: fx.Node) -> bool:
-        """Rewrite a token-wise operator to work in token order. Return False if it is not token-wise."""
+        """Rewrite a token-wise operator to work in token order.
+
+        Return False if the operator is not token-wise.
+        """
         if node.target is operator.getitem:
             if node.args[0] not in self.own:
                 return False
@@ -169,7 +175,8 @@ class _Sorted:
 def inputs_with_rows(pattern: Pattern, known: Set[int]) -> set[int]:
     """Return the indices of the inputs that have one row per token; empty if the call is not token-wise.
 
-    A call is token-wise if tokens are the first dim of all its results and of the returned inputs, and no other dim.
+    A call is token-wise if tokens are the first dim of all its results and of the returned inputs, and no other dim is
+    tokens.
 
     Args:
         known: indices of some inputs that have one row per token.

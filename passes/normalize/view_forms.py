@@ -1,4 +1,4 @@
-"""Rewrites of copies, casts, views and splits as few operators."""
+"""Rewrites of copies, casts, views and splits with few operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TAKE_CONTIGUOUS = {"aten::_pdist_forward", "aten::view_as_complex"}
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Remove calls without effect: copies to the same device, casts to the same dtype, dropout of 0."""
+    """Remove calls without effect: copies to the same device, casts to the same dtype, dropout with p=0."""
     with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
@@ -49,7 +49,7 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 @on_calls(*_TAKE_CONTIGUOUS)
 def contiguous_operands(graph: fx.Graph, node: fx.Node) -> None:
-    """Pass a contiguous first operand to operators that need one.
+    """Make the first operand contiguous for operators that need it to be.
 
     Other passes remove copies and reorder views, so an operand can have other strides than in the model.
     """
@@ -59,7 +59,7 @@ def contiguous_operands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes through which a gradient reaches a parameter, or an input that needs a gradient."""
+    """Return the nodes through which a gradient flows to a parameter or an input."""
     with_gradient: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -92,7 +92,9 @@ def positional_arguments(graph: fx.Graph) -> None:
 
 @on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite operators that use only the shape or dtype of an operand, without that operand.
+    """Rewrite operators that use only the shape or dtype of an operand.
+
+    The new operators do not use the operand.
 
     `view_as`, `expand_as` and `type_as` become calls with a constant shape or dtype. `copy(a, b)`, the functional form
     of a write to `a`, becomes `b` in the dtype and shape of `a`.
@@ -179,7 +181,7 @@ def plain_broadcasts(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::cat")
 def no_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
-    """Remove operands of shape [0] from `cat` (an empty cache of keys)."""
+    """Remove operands of shape [0] from `cat` (such as an empty key cache)."""
     parts = [part for part in node.args[0] if shape(part) != (0,)]
     if len(parts) == 1:
         replace(node, parts[0])

@@ -33,7 +33,7 @@ def pattern_for(node: fx.Node) -> Pattern | None:
 def local_form(node: fx.Node) -> LocalForm | None:
     """Return the function that writes a call for one rank.
 
-    None if the traced call gives the right result on local operands.
+    None if the traced call gives the correct result on a rank's local operands.
     """
     pattern: Pattern | None = facts(node)["pattern"]
     return pattern.local if pattern is not None else None

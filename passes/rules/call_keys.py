@@ -26,7 +26,7 @@ class CallCache:
         self._results: dict[Hashable, Any] = {}
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
-        """Return `find(node)`. It is computed once for all calls with equal keys.
+        """Return `find(node)`, which is computed once for all calls with equal keys.
 
         `find` may depend only on the operator, arguments, shapes, strides, dtypes, `requires_grad` and `positions_of`.
         """

@@ -1,6 +1,7 @@
-"""Helpers for sharding rules that are functions of a call.
+"""Helpers for sharding rules that are written as functions of a call.
 
-A factor is a named part of a dim (`notation.py`).
+A factor is a named divisor of a dim's size (`notation.py`): a dim of 12 heads with 64 features has the factors 12 and
+64.
 """
 
 from __future__ import annotations

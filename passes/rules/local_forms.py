@@ -1,6 +1,6 @@
 """Local forms: functions that write a call for one rank.
 
-An operator has a local form if the traced call would give a wrong result on local operands.
+An operator has a local form if the traced call would give a wrong result on the rank's local operands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LocalCall:
         args: local arguments.
         strategies: {axis: strategy of the call}.
         sizes: {axis: number of ranks}.
-        emit: `emit(target, *args)` adds a node to the graph that is being written.
+        emit: `emit(target, *args)` adds a node to the graph of the program.
         seed: returns the node of the microbatch's random seed.
         balance: as in `Decisions`.
     """
@@ -94,9 +94,9 @@ LocalForm = Callable[[LocalCall], fx.Node | None]
 
 
 def local_value(node: fx.Node) -> Any:
-    """Return the output of a node that a local form emitted, as a meta tensor, or None if it is unknown.
+    """Return the output of a node that a local form emitted, as a meta tensor; None if it is unknown.
 
-    Plans and printed graphs show its shape and bytes.
+    Plans and printed graphs show the shape and bytes of this tensor.
     """
     first = value(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not isinstance(first, torch.Tensor):

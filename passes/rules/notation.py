@@ -26,9 +26,9 @@ from autopart.passes.rules.local_forms import LocalForm
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table of operators: the sharding rule, and all other properties that passes need.
+    """Sharding rule of an operator, and all other properties of the operator that passes need.
 
-    A row without a sharding rule has neither `text` nor `of_call`.
+    An operator without a sharding rule has neither `text` nor `of_call`.
 
     Args:
         text: the sharding rule, as a line in the notation above.
@@ -47,7 +47,9 @@ class Rule:
         keeps_weights: True if the operator converts a weight to another view or dtype. It is recomputed at each use of
             the weight.
         keeps_masks: True if the operator converts a mask to another mask that selects as many elements.
-        selects: True if the second argument selects elements of the first: a slice, or all elements equal to a number.
+        selects: True if the second argument selects elements of the first argument: a slice, or all elements equal to
+            a
+            number.
         has_gradient: True if the result may need a gradient.
         has_reduction: True if the operator is a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
         draws_noise: True if the second argument is noise, which the local form can draw instead.
@@ -79,11 +81,11 @@ class Rule:
 
     @property
     def is_for_sharding(self) -> bool:
-        """True if the row has a sharding rule."""
+        """True if the object has a sharding rule."""
         return bool(self.text) or self.of_call is not None
 
     def fit(self, node: fx.Node) -> Pattern | None:
-        """Return the pattern of a call, or None if neither this rule nor one in `otherwise` fits it."""
+        """Return the pattern of a call. None if neither this rule nor a rule in `otherwise` fits the call."""
         fitted = self._fit(node) if self.when(node) else None
         others = (rule.fit(node) for rule in self.otherwise)
         return fitted if fitted is not None else next((pattern for pattern in others if pattern is not None), None)
@@ -159,8 +161,8 @@ def _parse_operand(text: str) -> tuple[Dim, ...]:
 def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
     """Return the dims of an operand, with `...` replaced by as many named dims as the shape needs.
 
-    The named dims are `...1`, `...2`, numbered from the right. None if the shape has too few dims, or too many for an
-    operand without `...`.
+    The named dims are `...1`, `...2`, numbered from the right. None if the shape has too few dims. Without `...` the
+    shape must not have more dims than the line.
     """
     if ("...",) not in terms:
         return terms if len(terms) == len(shape) else None
@@ -174,7 +176,8 @@ def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
 def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> bool:
     """Add to `sizes` the sizes of factors that appear only in merged dims, such as `r` in `(g r)`.
 
-    The size is that of the merged dim divided by the other factors. Returns False if two factors of a dim are unknown.
+    Such a size is the size of the merged dim divided by the dim's other factors. Returns False if two factors of a dim
+    are unknown.
     """
     for dims, extents in zip(fitted, shapes, strict=True):
         for dim, size in zip(dims, extents, strict=True):

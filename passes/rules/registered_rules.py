@@ -38,9 +38,9 @@ def has_rule(name: str) -> bool:
 
 
 def contracted(rule: Rule) -> list[str]:
-    """Return the shardable factors that an output lacks.
+    """Return the factors that a call sums over and that can be sharded.
 
-    If such a factor is sharded, the output is a partial sum.
+    Sharding one makes the output a partial sum.
     """
     lacking: dict[str, None] = {}
     for text in (rule.text, *rule.also):
@@ -62,7 +62,7 @@ def call_text(name: str, rule: Rule) -> str:
 
 
 def as_data(rule: Rule) -> dict[str, Any]:
-    """Return a rule as a dict that a plan stores. `from_data` is the inverse."""
+    """Return a rule as a dict that can be stored in a plan. `from_data` is the inverse."""
     data = {"lines": [rule.text, *rule.also], "whole": rule.whole, "linear": [list(s) for s in rule.linear],
             "flops": list(rule.matmul)}  # fmt: skip
     return {key: value for key, value in data.items() if value}

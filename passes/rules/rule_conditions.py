@@ -1,4 +1,7 @@
-"""Conditions on the arguments of a call, for rules that hold only if they are met (`Rule.when`)."""
+"""Conditions on the arguments of a call.
+
+A rule with a condition (`Rule.when`) holds only for calls that meet it.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +31,5 @@ def writes_zeros_or_tensors(node: fx.Node) -> bool:
 
 
 def adds_to_itself(node: fx.Node) -> bool:
-    """Return True for a `scatter_reduce` that adds to the existing values."""
+    """Return True for a `scatter_reduce` that adds to the existing values of its target."""
     return argument(node, "reduce") == "sum" and argument(node, "include_self")

@@ -1,4 +1,4 @@
-"""Table of operators. It has one row (`Rule`) per operator, with the operator's sharding rule.
+"""Table of operators, with one row (`Rule`) per operator. A row has the operator's sharding rule.
 
 `notation.py` explains the notation of sharding rules and the other fields of a row.
 """

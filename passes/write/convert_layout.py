@@ -155,13 +155,14 @@ class Converter:
     def sent(self, node: fx.Node, produced: Key) -> Key:
         """Return the layout in which a value is sent between stages.
 
-        It differs from the layout in which the value is computed if ranks send one shard each (`scatter_sends`).
+        With `scatter_sends` each rank sends one shard, so this layout differs from the layout in which the value is
+        computed.
         """
         parts = scatter_layout(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
         return produced if parts is None else tuple(parts.items())
 
     def gather(self, received: fx.Node, node: fx.Node, produced: Key, stage: StageDraft) -> None:
-        """Gather a value on the stage that received it, if ranks sent one shard each (`scatter_sends`)."""
+        """Gather a value on the stage that received it, if each rank sent one shard (`scatter_sends`)."""
         sent = self.sent(node, produced)
         if sent != produced:
             facts(self.convert(received, node, sent, produced, stage))["received"] = True
@@ -169,7 +170,7 @@ class Converter:
     def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
         """Return the dtype in which a parameter is stored.
 
-        None if it equals the dtypes of computation and of gradient reduction, so that no cast is needed.
+        None if no cast is needed, because computation and gradient reduction use the same dtype.
         """
         precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
         if precision is None or not stored.is_floating_point:
@@ -180,8 +181,9 @@ class Converter:
         """Return a parameter in `layout` and in the compute dtype.
 
         The first conversion that gathers the parameter also casts it, so that the smaller dtype is communicated.
-        Earlier conversions change only the gradient, which has the stored dtype there. Gather and cast are one
-        operator: if they were two, autograd would round the reduced gradient to the compute dtype between them.
+        Conversions before it change only the placement of the gradient, which has the stored dtype there. Gather and
+        cast are one operator: if they were two, autograd would round the reduced gradient to the compute dtype between
+        them.
 
         Args:
             produced: the layout in which the parameter is stored.
@@ -217,16 +219,19 @@ def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str])
 
 
 def _section_arguments(source: Placement, target: Placement) -> tuple[list[int], ...]:
-    """Return the sections of both placements, for an all-to-all; empty unless one is zigzag."""
+    """Return the sections of both placements, for an all-to-all.
+
+    Empty unless one of the placements is zigzag.
+    """
     return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
 
 
 def _gradient_first(
     source: Layout, steps: Iterator[tuple[str, Placement]]
 ) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Order the steps of a layout conversion so that those that convert only the gradient come first.
+    """Move the steps of a layout conversion that convert only the gradient to the front.
 
-    They are the steps between two replicated placements, such as `R` and `R(grad P)`. If a parameter is stored over a
+    These steps are between two replicated placements, such as `R` and `R(grad P)`. If a parameter is stored over a
     flattened axis (`dp_cp`), a step on one of its mesh axes (`dp`) is not moved: the gradient exists only after the
     gather over the flattened axis.
     """

@@ -1,11 +1,11 @@
 """Write the program of every stage: a pure function of the annotated graph and the decisions.
 
-Each operator computes its result in the layout of its strategies. The result is converted to the layouts that its users
-need, once for each layout. Weights are read on the stage that uses them.
+Each operator computes its result in the layout of its strategies. The result is converted to the layouts that its
+consumers need, once for each layout. Weights are read on the stage that uses them.
 
-Values that depend only on the model's inputs are computed on every stage that needs them. The stage's prologue computes
-full values, once per call on the global batch. The stage graph computes values of one rank's samples. All other values
-that a later stage needs are sent through the stages between.
+Values that depend only on the model's inputs are computed on every stage that needs them. The stage's prologue
+computes such values for the global batch, once per call. The stage graph computes them for one rank's samples. All
+other values that a later stage needs are sent through the stages between.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def lower(
 def _replaced_noise(random: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the random operators whose noise is used only by dropouts that depend on a parameter.
 
-    They are not written: each dropout draws the noise of its own shard on each rank.
+    The program omits them: in each of these dropouts, a rank draws the noise of its own shard.
     """
     return {
         node for node in random
@@ -98,7 +98,7 @@ def _replaced_noise(random: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
-    """Raise OptionError for `rng="exact"` if a random operator cannot match a single device."""
+    """Raise OptionError for `rng="exact"` if a random operator cannot give the numbers of a single device."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
             raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")
@@ -184,7 +184,7 @@ class _Writer:
         return emit
 
     def seed(self, stage: StageDraft) -> fx.Node:
-        """Return the random seed of the microbatch, which is a keyword input of the stage graph."""
+        """Return the node of the microbatch's random seed, which is a keyword input of the stage graph."""
         if stage.seed is None:
             assert stage.seeds is not None, "the program has no input for random seeds"
             stage.seed = stage.placeholder(f"{SEEDS}_{stage.index}")
@@ -217,7 +217,6 @@ class _Writer:
             written.meta.update(block_facts)
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
-        """Write one operator on its stage, with its inputs converted to the layouts that the operator needs."""
         stage = stage or self.stages[self.decisions.stage_of[node]]
         positions = iter(range(len(tensor_inputs(node))))
 
@@ -278,9 +277,9 @@ class _Writer:
         return self._record(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return a layout in which the stage already has the value, for an operator without gradient.
+        """Return a layout in which the stage already has the value; `layout` if there is none.
 
-        It may differ from `layout` in the gradient's placement. If there is none, returns `layout`.
+        The operator has no gradient, so the placement of the gradient in the layout does not matter.
         """
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
@@ -289,7 +288,7 @@ class _Writer:
         return layout
 
     def _in_produced_layout(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
-        """Return the node of a value in the layout `produced`, in which it is computed, stored or received.
+        """Return the node of a value in the layout in which it is computed, stored or received.
 
         The value is a parameter, a view of a weight, an input with a gradient, or a value of this or an earlier stage.
         """
@@ -307,7 +306,7 @@ class _Writer:
         return stage.made[node, produced]
 
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
-        """Return the received node of a value of an earlier stage. All stages between pass the value on."""
+        """Return the received node of a value of an earlier stage. All stages in between send the value on."""
         assert stage.index > 0, f"{node.name} is used on a stage before the one that computes it"
         sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
         if (node, sent) in stage.made:
@@ -331,7 +330,7 @@ class _Writer:
         raise InputError(
             f"the input {facts(node)['input_name']} needs a gradient",
             why=f"no gradient is returned through {through}",
-            hint=f"{facts(node)['input_name']}.detach(), or a mesh without pp and microbatches=1",
+            hint=f"{facts(node)['input_name']}.detach(); or microbatches=1 and a mesh without pp",
         )
 
     # Values that depend only on the inputs
@@ -380,7 +379,10 @@ class _Writer:
         return placeholder
 
     def _in_prologue(self, node: fx.Node, stage: StageDraft) -> fx.Node:
-        """Return the node of a full value in the stage's prologue. If it is missing, add it and its inputs."""
+        """Return the node of a full value in the stage's prologue.
+
+        Add the node and its inputs if they are missing.
+        """
         if node not in stage.whole:
             if node.op == "get_attr":
                 whole = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)

@@ -44,7 +44,7 @@ class StageDraft:
     seed: fx.Node | None = None
 
     def placeholder(self, name: str) -> fx.Node:
-        """Add an input to the stage graph. A name that is in use gets a suffix."""
+        """Add an input to the stage graph. If its name is in use, it gets a suffix."""
         placeholder = self.graph.placeholder(name)
         placeholder.target = placeholder.name
         return placeholder
@@ -66,7 +66,7 @@ class StageDraft:
         self.prologue.output((*self.prologue_outputs, *new[True]))
 
     def finish(self, trace: Trace, sizes: Mapping[str, int], mark: Callable[[fx.Graph], None]) -> Stage:
-        """Return the finished stage. `output` must have been called.
+        """Return the finished stage. `output` must be called first.
 
         Args:
             sizes: sizes of the mesh axes.

@@ -66,7 +66,7 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
     """Merge the outputs of all microbatches: one tensor per output of the last stage's graph.
 
     Every microbatch has samples of every data rank. The merged tensor is sorted by data rank: all samples of the first
-    data rank, then those of the second. With `local_batch=True` the outputs have only this rank's samples.
+    data rank come first. With `local_batch=True` the outputs have only this rank's samples.
 
     Args:
         outputs: for each microbatch, the outputs of the last stage's graph.
@@ -78,7 +78,7 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
-    """Merge one output of all microbatches: concatenate shards, add partial sums, or take the first."""
+    """Merge one output of all microbatches: concatenate shards, add partial sums, or take one."""
     return _merge(values, layout.get(MICROBATCH_AXIS, R), program.data_parallel_size)
 
 
@@ -94,7 +94,7 @@ def merged_shapes(program: Program) -> list[tuple[int, ...]]:
 
 
 def _microbatch_placements(program: Program) -> list[Placement]:
-    """Return how microbatches of each last-stage output merge: S (concatenate), P (add), R (take one)."""
+    """Return how to merge the microbatches of each output: S (concatenate), P (add), R (take one)."""
     layouts = {output.position: output.layout for output in program.outputs}
     return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
 

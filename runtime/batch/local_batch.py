@@ -26,8 +26,8 @@ from autopart.runtime.comm.process_mesh import Process
 def globally_used_inputs(program: Program) -> frozenset[str]:
     """Return the inputs to all-gather, because every rank needs the samples of all ranks.
 
-    A prologue computes masks or positions from them, or they are token ids that select embedding rows to renormalise
-    (`max_norm`). Prologues return all other inputs unchanged.
+    A prologue computes masks or positions from such an input. Token ids that select embedding rows to renormalise
+    (`max_norm`) are included. Prologues return all other inputs unchanged.
     """
     tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
     used = {program.input_names[position] for table in tables for position in table.reads}
@@ -112,7 +112,10 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
 
 
 class _GlobalValue(Function):
-    """Autograd function: return the gathered tensor of a local input. Backward takes the local samples."""
+    """Autograd function: return the gathered tensor of a local input.
+
+    Backward returns the gradient of the local samples.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Outputs if every rank passes its own samples (`local_batch=True`), and gradients of losses on them.
+"""Outputs if every rank passes its own samples (`local_batch=True`), and gradients of losses.
 
 There are three kinds of outputs:
 
@@ -28,7 +28,10 @@ OutputKind = Enum("OutputKind", ["ROWS", "VALUE", "SUM"])
 
 
 def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind:
-    """Return the kind of an output: `ROWS`, `VALUE` or `SUM`. Samples are split over the mesh axes `axes`."""
+    """Return the kind of an output: `ROWS`, `VALUE` or `SUM`.
+
+    `axes`: the mesh axes over which samples are split.
+    """
     if any(axis in output.layout and output.layout[axis].is_shard for axis in axes):
         return OutputKind.ROWS
     return OutputKind.SUM if output.made_of & (program.row_inputs or frozenset()) else OutputKind.VALUE

@@ -17,7 +17,7 @@ SMALL = 2**16
 def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
     """Return {name in the program: tensor} of a loss module's parameters and buffers.
 
-    Returns {} if `loss_fn` is not a module.
+    {} if `loss_fn` is no module.
     """
     name = loss_name(model)
     return {f"{name}.{inside}": tensor.detach() for inside, tensor in criterion_tensors(loss_fn, model).items()}

@@ -29,7 +29,8 @@ def plan_checkpoints_with(
         kind: class of the shards.
         check_loaded: called with (key, saved size, shard) instead of the planner's comparison of sizes.
         check_saved: called with (key, value) for every entry to save.
-        absent: called with (state dict, saved keys). Returns keys that are not loaded, because the checkpoint lacks
+        absent: called with (state dict, saved keys). Returns the keys that the load skips, because the checkpoint
+            lacks
             them.
         before_saving: called with the state dict on every rank, before a save is planned.
     """
@@ -74,7 +75,7 @@ class _PartOfSaved:
 def reject_chunks_in_safetensors() -> None:
     """Make the safetensors writer raise CheckpointError if a rank has several chunks of one tensor.
 
-    A safetensors file has one tensor per name, so torch's writer would keep only the last chunk.
+    In a safetensors file, a name has one tensor. Torch's writer would keep only the last chunk.
     """
     from torch.distributed.checkpoint import filesystem
 

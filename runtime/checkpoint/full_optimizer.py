@@ -79,7 +79,7 @@ def full_state(
 def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
     """Return the optimizer state of all stages: {parameter name: {key: value, or ShardedMarker}}.
 
-    Ranks along `pp` exchange values that are not sharded, such as step counts. Sharded tensors are gathered later.
+    Ranks along `pp` exchange replicated values, such as step counts. Sharded tensors are gathered later.
     """
     local: dict[str, dict[str, Any]] = {}
     for parameter in parameters_of(optimizer):
@@ -175,7 +175,7 @@ def _options(
 ) -> dict[str, Any]:
     """Return the options (such as the learning rate) to load into an optimizer's group.
 
-    They come from the saved group that has the same parameters. Raises CheckpointError without such a group.
+    They come from the saved group that has the same parameters. Raises CheckpointError if there is no such group.
     """
     missing = [name for name in names if name not in group_by_name]
     if missing:

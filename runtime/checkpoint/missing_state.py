@@ -1,7 +1,7 @@
 """Parameters without optimizer state in a checkpoint, because they had no gradient before the save.
 
-Before a load, torch's `get_state_dict` creates state for every parameter. Then `torch.distributed.checkpoint` requires
-state of every parameter in the checkpoint. This module excludes the parameters whose state the checkpoint lacks. After
+Before a load, torch's `get_state_dict` creates state for every parameter. Then `torch.distributed.checkpoint` fails if
+the checkpoint lacks the state of a parameter. This module excludes such parameters from the load. After
 `optimizer.load_state_dict` they have no state, as at the save.
 """
 
@@ -32,7 +32,8 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
     Args:
         state_dict: the flat state dict to load.
-        saved: the keys of the checkpoint. If none is optimizer state, the result is empty, and torch reports the error.
+        saved: the keys of the checkpoint. If it has no optimizer state at all, the result is empty, and torch reports
+            the error.
     """
     by_head: dict[tuple[str, str], dict[str, Any]] = {}
     for key, value in state_dict.items():
@@ -51,9 +52,9 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
 
 def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Return two prefixes of an optimizer state key: that of the optimizer and that of the parameter.
+    """Return two prefixes of an optimizer state key: the optimizer's and the parameter's.
 
-    `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
+    For example, `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
     """
     name = _OWNERS.get(value) or getattr(getattr(value, "place", None), "name", None)
     marker = f"{_STATE}.{name}."

@@ -42,8 +42,8 @@ _HOOKED: WeakSet[Optimizer] = WeakSet()
 def connect_state_dicts() -> None:
     """Patch optimizers, so that their state dicts contain shard offsets.
 
-    Also registers shards with `torch.distributed.checkpoint`. Optimizers that exist already are not changed, and the
-    state of parameters outside of partitioned models stays as it is.
+    Also registers shards with `torch.distributed.checkpoint`. Optimizers that already exist are not changed. The state
+    of parameters outside of partitioned models is not changed.
     """
     connect_checkpoints()
     full_state_dicts_through(gather_state_dict, reject_unloaded_shards)
@@ -136,8 +136,8 @@ def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved group with only this rank's parameter names, in the optimizer's order.
 
-    If the group has parameter indices instead of names, these are kept. Raises CheckpointError if the group has no
-    options, because then the checkpoint has no group with these parameters.
+    If the group has parameter indices instead of names, the indices are kept. Raises CheckpointError for a group
+    without options, because then the checkpoint has no group with these parameters.
     """
     options = {key: value for key, value in saved.items() if key != PARAMS}
     keys = [_names(parameter) for parameter in group[PARAMS]]
@@ -173,7 +173,7 @@ def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) 
 
 
 class _Exchange:
-    """Parameter names in the optimizer groups of all stages, which ranks exchange when first needed."""
+    """Parameter names in the optimizer groups of all stages. Ranks exchange them at the first use."""
 
     def __init__(self, optimizer: Optimizer, process: Process):
         self._own = [group_of(group) for group in optimizer.param_groups]
@@ -188,10 +188,10 @@ class _Exchange:
 
 
 class StageGroup(dict[str, Any]):
-    """Parameter group in the state dict of a rank that stores some pipeline stages.
+    """Parameter group in the state dict of a rank that stores only some pipeline stages.
 
-    `torch.distributed.checkpoint.state_dict` assigns the names of the rank's parameters to it. The assignment also adds
-    the names of other stages' parameters, because a checkpoint has each group once.
+    `torch.distributed.checkpoint.state_dict` assigns the names of the rank's parameters to the group. This class then
+    adds the names of other stages' parameters, because a checkpoint has each group once.
     """
 
     def __init__(self, group: Mapping[str, Any], index: int, exchange: _Exchange):

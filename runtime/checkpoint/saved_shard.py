@@ -1,7 +1,7 @@
 """A rank's shard in a state dict, which `torch.distributed.checkpoint` saves and loads.
 
 It behaves as a tensor with the values and shape of the shard. Copies keep the shard's offsets in the full tensor. So a
-state dict can be moved to the host, staged or pickled before it is saved.
+state dict can be moved to CPU memory, staged or pickled before it is saved.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ShardOffsets:
         name: name of the model's parameter.
         shape: shape of the full tensor.
         spans: for each dim, the (start, length) ranges of the full tensor that make up the shard. None: unknown.
-        keys: names of the parameter. If set, the tensor can only be saved under a key that contains one of them. Other
-            keys are parameter indices, which differ between ranks.
+        keys: names of the parameter. If set, the tensor can only be saved under a key that contains one of them. (Keys
+            with parameter indices would differ between ranks.)
     """
 
     name: str
@@ -126,7 +126,7 @@ class ShardTensor(Tensor):
         return self._local.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor with the shard offsets in an attribute. Loading does not need autopart."""
+        """Pickle as a plain tensor with the shard offsets in an attribute. Unpickling does not need autopart."""
         plain = self._local.detach()
         setattr(plain, PLACE, dataclasses.astuple(self.place))
         return plain.__reduce_ex__(protocol)
@@ -225,7 +225,7 @@ def connect_checkpoints() -> None:
 
 
 def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
-    """Return the shard offsets of a `ShardTensor`, also after it was pickled and loaded; else None."""
+    """Return the shard offsets of a `ShardTensor`, or of a plain tensor pickled as one; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)

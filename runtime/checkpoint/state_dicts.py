@@ -115,10 +115,10 @@ class Loading:
         self.shapes, self.missing, self.errors = shapes, missing, errors
 
     def take(self, state_dict: MutableMapping[str, Any], prefix: str, extra: MutableMapping[str, Any]) -> None:
-        """Reduce `state_dict` in place to the entries that `nn.Module` loads on this rank: local tensors.
+        """Reduce `state_dict` in place to the local tensors that `nn.Module` loads on this rank.
 
-        Full tensors are sharded, and names of other stages' parameters are removed. A state dict with some names of
-        other stages must have all of them.
+        Full tensors are sharded, and names of other stages' parameters are removed. A state dict that has some names
+        of other stages must have all of them.
         """
         names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
         elsewhere = self.shapes.keys() - self.parameters.keys() - self.buffers - extra.keys()

@@ -86,12 +86,12 @@ def check_same_state(program: Program, process: Process) -> None:
     if extremes.sum() != 0:
         raise RuntimeSetupError(
             "the ranks' random generators are not in the same state",
-            why="with rng='exact' every rank draws the numbers of the whole batch itself",
+            why="with rng='exact' every rank draws the random numbers of the global batch",
             hint="torch.manual_seed(0) on every rank, and no random draws on single ranks afterwards; or rng='fast'",
         )
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """Derive the seed of random numbers that a call draws once, not per microbatch, from `seeds`."""
+    """Derive a seed from `seeds`, for random numbers that are generated once per call."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

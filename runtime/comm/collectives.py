@@ -35,8 +35,8 @@ Primitive = Callable[..., Any]
 def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[DimSharding, ...]:
     """Return the splits (DimSharding) of the dims over which a collective operator shards or gathers `x`.
 
-    An all-to-all has two: the source dim, whose shards must have equal size, and the target dim. Other operators have
-    one split or none.
+    An all-to-all has two splits: of the source dim, whose shards must have equal size, and of the target dim. Other
+    operators have one split or none.
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
@@ -173,7 +173,8 @@ PRIMITIVES: dict[str, Primitive] = {
 def _implement_operators() -> None:
     """Register the implementations of `torch.ops.autopart` operators that communicate.
 
-    In a bound graph, the `axis` argument of these operators is the name of a process group.
+    The `axis` argument of these operators is the name of a process group, once `bind` has prepared a graph for this
+    rank.
     """
 
     def converter(conversion: Conversion) -> Callable[..., Tensor]:
@@ -210,7 +211,7 @@ _implement_operators()
 def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
     """Return a node's arguments with every `torch.device` replaced by `device`.
 
-    Nodes that create tensors on the host, as in the user's model, keep their arguments.
+    Arguments of nodes that the user's model runs on the CPU are not changed.
     """
     if facts(node).get("on_host"):
         return arguments
@@ -232,8 +233,8 @@ def bind(
     Collectives over an axis with one rank are removed.
 
     Args:
-        graph_module: the graph. Attributes of it that are not in `tensors` are moved to `device`.
-        tensors: {dotted name: tensor} for `get_attr` nodes, so that several bound graphs share one Parameter.
+        graph_module: the graph. Its attributes that are not in `tensors` are moved to `device`.
+        tensors: {dotted name: tensor} for `get_attr` nodes, so that several copies share one Parameter.
         unsharded: names of parameters that are already unsharded when the graph runs. Their all-gathers are removed.
         module_type: class of the copy.
     """

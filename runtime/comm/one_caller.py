@@ -1,4 +1,4 @@
-"""Check that only one thread at a time calls a partitioned model, and no call is inside `torch.func`."""
+"""Check that only one thread at a time calls a partitioned model, outside of `torch.func` transforms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = threading.Lock()
 
 
 class Caller(NamedTuple):
-    """The thread that is inside a call of a partitioned model, the method's name, and the call depth."""
+    """The thread inside a call of a partitioned model, the called method, and the call depth."""
 
     thread: int
     method: str

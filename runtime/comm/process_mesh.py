@@ -76,7 +76,7 @@ class Process:
     def along(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of a mesh axis, or of several axes that are flattened into one.
 
-        Creates the group of a flattened axis at the first call, so every rank must make these calls in the same order.
+        The first call for a flattened axis creates its group, so every rank must make these calls in the same order.
         """
         if axis in self.groups:
             return self.groups[axis]
@@ -87,8 +87,8 @@ class Process:
     def overlap_group(self, axis: str) -> dist.ProcessGroup:
         """Return a second process group of an axis, for collectives that overlap with those of stage graphs.
 
-        Two collectives of one group do not overlap. Creates the group at the first call, so every rank must make these
-        calls in the same order.
+        Two collectives of one process group cannot overlap. The first call creates the group, so every rank must make
+        these calls in the same order.
         """
         if axis not in self.side_groups:
             self.side_groups[axis] = self._new_group(axis)
@@ -131,11 +131,11 @@ class Process:
 def meet(
     mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
 ) -> Watch | None:
-    """Create a CPU process group of all ranks, which waits for them. Return the watchdog of the group.
+    """Create a CPU process group of all ranks, and wait for all ranks. Return the watchdog of the group.
 
     Call it before any other group of `mesh` is created. Returns None if `mesh` has one rank. Initializes
-    torch.distributed from torchrun's environment variables if needed, and raises RuntimeSetupError without them. Raises
-    HangError if a rank does not arrive.
+    torch.distributed from torchrun's environment variables if needed, and raises RuntimeSetupError without them.
+    Raises HangError if a rank does not arrive.
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
@@ -210,11 +210,10 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
 
 
 def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
-    """Start an all-gather of `numbers` over all ranks. Return a function that waits for it.
+    """Start an all-gather of `numbers` over all ranks, on the CPU. Return a function that waits for it.
 
-    The function returns a float64 tensor of shape [ranks, numbers], in rank order of the host group (all ranks, on
-    CPU). It raises HangError if a rank does not arrive. On gloo an all-gather takes half the time of an all-reduce,
-    because it needs half as many messages.
+    The function returns a float64 tensor of shape [ranks, numbers], in rank order. It raises HangError if a rank does
+    not arrive. On gloo an all-gather takes half the time of an all-reduce, because it needs half as many messages.
     """
     mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
     if group is None:
@@ -267,9 +266,9 @@ def _own_group(
 ) -> dist.ProcessGroup:  # fmt: skip
     """Create process groups of ranks, and return the group that contains this process.
 
-    If the lists cover all processes, every process creates all groups. Otherwise only members create a group, and torch
-    names the group by the number of groups that the process has created. That number differs between members if some
-    have also created groups for tied tensors. Then they would wait for each other forever.
+    If the lists cover all processes, every process creates all groups. Otherwise only members create a group, and
+    torch names the group by the number of groups that the process has created. Members would count differently, and
+    wait for each other forever, if some of them had created groups for tied tensors before.
 
     Args:
         rank_lists: the ranks of each group. They do not overlap.
@@ -290,9 +289,9 @@ def _own_group(
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
     """Return {axis: process group}.
 
-    Groups come from the device mesh, with two exceptions on the CPU. If an axis has all processes, its group is created
-    again, because the default group's timeout belongs to the user. A `pp` group is created again, because sends and
-    receives use the timeout set at its creation.
+    Groups come from the device mesh, with two exceptions on the CPU. If an axis has all processes, its group is
+    created again, because the default group has the user's timeout. A `pp` group is created again, because sends and
+    receives use the timeout set at the group's creation.
     """
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():

@@ -21,7 +21,10 @@ from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.ops.masked_attention import runs_of
 from autopart.runtime.comm.watchdog import watching
 
-_NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'context="ulysses" or context="gather"')
+_NOT_TWICE = (
+    "its backward exchanges tensors between ranks, and this exchange cannot be differentiated",
+    'context="ulysses" or context="gather"',
+)
 
 
 class _Rotation:
@@ -52,7 +55,8 @@ def _ring_steps(
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Yield (owner rank, length of the shard to receive next, [keys, values]) for every step of the ring.
 
-    The first step has the local keys and values. While the caller computes a step, its keys and values are sent on.
+    The first step has the local keys and values. While the caller computes a step, its keys and values are sent to the
+    next rank.
     """
     ranks, there = group.size(), pair
     for step in range(ranks):

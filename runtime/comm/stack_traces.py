@@ -1,4 +1,4 @@
-"""Description of where a program is, from its stack: `at all_reduce_12`, or `at train.py:40`."""
+"""Text that tells where a rank is, derived from its stack: `at all_reduce_12`, or `at train.py:40`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths(
 
 
 def place_in_stack(thread: int, in_call: bool) -> str:
-    """Describe where a thread is: in a program if it is in a call of the model, else in user code."""
+    """Describe where a thread is: in a stage graph during a call of the model, else in user code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
     return (_ours(frames) if in_call else "") or _users(frames)
 
 
 def place_in_traceback(error: BaseException) -> str:
-    """Describe where in a program an error was raised; "" if it was raised outside of programs."""
+    """Describe the position in a stage graph at which an error was raised; "" if it was raised elsewhere."""
     below = [*traceback.walk_tb(error.__traceback__)][::-1]
     return _ours([*below, *traceback.walk_stack(sys._getframe(1))])
 
@@ -59,7 +59,7 @@ Line = tuple[str, int, dict[str, Any]]
 def line_of_graph() -> Line | None:
     """Return the line of generated stage code that is running, or None if no such code is running.
 
-    The text of the line is not read here, because most callers never need it.
+    The source text of the line is read only when it is needed, which is rare.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(12):
@@ -72,7 +72,10 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """Describe the innermost frame that runs a stage graph or autopart's code; "" if there is none."""
+    """Describe the innermost frame that runs a stage graph or autopart's code.
+
+    "" if there is no such frame.
+    """
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):

@@ -1,8 +1,8 @@
 """Watchdog: if a rank waits longer than `timeout=` seconds, name the rank that hangs or has ended.
 
-Every call begins with a collective on the host (`same_call.py`), in which ranks wait for a missing rank. A rank that
-has waited too long requests the state of all ranks through torch.distributed's store. In each process, a thread answers
-with the stack of the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
+Every call begins with a collective on the CPU (`same_call.py`), in which ranks wait for a missing rank. A rank that
+has waited too long requests the state of all ranks through torch.distributed's store. In each process, a thread
+answers with the stack of the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Watch:
     """Watchdog of one rank: the rank's current state, and the time limits of collectives.
 
     Attributes:
-        group: host group of all ranks of the mesh.
-        send_s: time limit of a send or receive between pipeline stages, which can include compilation of the sender.
+        group: CPU process group of all ranks of the mesh.
+        send_s: time limit of a send or receive between pipeline stages. The sender may compile meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, compile: bool = False):
@@ -100,7 +100,7 @@ class Watch:
         atexit.register(_say_goodbye, weakref.ref(self), stopped, thread)
 
     def over(self, groups: list[dist.ProcessGroup]) -> None:
-        """Apply the watchdog's time limit and error messages to the collectives of `groups` too."""
+        """Apply the watchdog's time limit and error messages to the collectives of these process groups."""
         for group in groups:
             if group not in self.timed_groups:
                 self.timed_groups.append(group)
@@ -108,7 +108,7 @@ class Watch:
                 set_group_timeout(group, timedelta(seconds=self.limit_s))
 
     def allow(self, first: bool) -> None:
-        """Set the time limit of collectives: `timeout=`, or ten times as long for the first call of a program."""
+        """Set the time limit of collectives: `timeout=`, or ten times as much for the first call of a program."""
         limit_s = self.timeout_s * (FIRST if first else 1)
         if limit_s != self.limit_s:
             self.limit_s = limit_s
@@ -143,11 +143,11 @@ class Watch:
             self._note(*before)
 
     def made(self) -> None:
-        """Record that the module has been created."""
+        """Record that the creation of the module has ended."""
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work) -> None:
-        """Wait at most `limit_s` for a collective on the host group; without limit while a rank is paused."""
+        """Wait at most `limit_s` for a collective on the CPU group; without a limit while a rank is paused."""
         if work.is_completed():
             work.wait()
             return
@@ -250,7 +250,10 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def meeting(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective method of ParallelModule: wait for all ranks first, and name missing ranks."""
+    """Decorate a collective method of ParallelModule, so that it first waits for all ranks.
+
+    Errors name missing ranks.
+    """
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -263,7 +266,7 @@ def meeting(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for a collective on the host group of a mesh. Raises HangError if a rank does not arrive."""
+    """Wait for a collective on the CPU group of a mesh. Raises HangError if a rank does not arrive."""
     watch = _WATCHES.get(group.group_name)
     assert work is not None
     if watch is None:
@@ -336,7 +339,7 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
     """Publish that this process ends, and stop the watchdog's thread.
 
-    Without it, Python would abort the process if it exits while the thread uses the store.
+    Python aborts a process that exits while the thread uses the store.
     """
     watch = watch_ref()
     if watch is not None and watch.state != "waiting":

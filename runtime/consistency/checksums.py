@@ -41,7 +41,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the `checksum` of each tensor, on the host."""
+    """Return the `checksum` of each tensor, in CPU memory."""
     numbers = [checksum(tensor) for tensor in tensors]
     if len(numbers) == 1:
         return [int(numbers[0])]

@@ -1,7 +1,7 @@
 """Checks that setup, program, weights and arguments of calls are equal on all ranks.
 
 Without these checks, ranks that differ would compute wrong values, or wait for each other forever. Ranks compare
-digests. Every check is one collective on the host, and its error is the same on every rank.
+digests. Every check is one collective on the CPU, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def check_same_start(
 ) -> None:
     """Raise RuntimeSetupError if ranks differ in `subjects` or have traced different programs.
 
-    A collective call of all ranks of a host group. It does nothing if `group` is None, because there is one rank.
+    A collective call of all ranks of a CPU process group. It does nothing if `group` is None, because there is one
+    rank.
 
     Args:
         subjects: {name: text}, such as {"mesh": "dp2,tp2"}. Texts must be equal on all ranks.
@@ -69,7 +70,7 @@ def model_texts(model: nn.Module) -> dict[str, str]:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return {name: tensor} of a model's parameters and buffers, without meta tensors.
 
-    A tied tensor has only its first name.
+    A tied tensor is listed only under its first name.
     """
     tensors = _tensors(model, every_name=False)
     return {name: tensor.detach() for _, name, tensor in tensors if has_memory(tensor) and not tensor.is_sparse}
@@ -99,7 +100,7 @@ def program_text(program: Program) -> str:
 def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
     """Compare `subjects` between ranks. Return True if the digest of the weights is equal on all ranks.
 
-    Raises RuntimeSetupError if another subject differs.
+    Raises RuntimeSetupError if a text other than this digest differs.
     """
     mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
     everyones = gather_objects(mine, group)
@@ -141,15 +142,15 @@ def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None
     if group.rank() == 0:
         more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
         warnings.warn(
-            f"the ranks begin with different weights: '{first}' of {ranks_text(others, group)} is not that of "
-            f"{ranks_text([0], group)}{more}. All take those of {ranks_text([0], group)}. Call torch.manual_seed(0) on "
-            "every rank before the model is made, or load one checkpoint on all.",
+            f"the ranks begin with different weights: '{first}' of {ranks_text(others, group)} differs from that of "
+            f"{ranks_text([0], group)}{more}. All ranks take the weights of {ranks_text([0], group)}. "
+            "Call torch.manual_seed(0) on every rank before the model is made, or load one checkpoint on all.",
             stacklevel=2,
         )
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """All-gather an object of each rank of a host group. Return the objects in rank order."""
+    """All-gather an object of each rank of a CPU process group. Return the objects in rank order."""
     packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = torch.zeros(group.size(), dtype=torch.int64)
     sizes[group.rank()] = packed.numel()
@@ -161,9 +162,9 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Broadcast `values` (contiguous, on the host) from rank `first` in place, and return them.
+    """Broadcast `values` (a contiguous tensor in CPU memory) from rank `first` in place. Return `values`.
 
-    A collective call of a host group. Values are sent as bytes, so that every dtype works.
+    A collective call of a CPU process group. Values are sent as bytes, so that every dtype works.
     """
     for part in values.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES):
         finish(dist.broadcast(part, group=group, group_src=first, async_op=True), group)
@@ -194,7 +195,7 @@ def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
 def _subject_text(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
     """Format how one compared property differs between ranks.
 
-    Of long texts, show only the first line that differs.
+    Of long texts, only the first differing line is shown.
     """
     if all(map(_is_short, texts)):
         return f"{name}: {by_rank(texts, group)}"

@@ -2,7 +2,7 @@
 
 Parameters have replicas over `dp`, over `tp` if they are not sharded, and in two stages if they are tied. Replicas
 start equal and get equal gradients. They stay bitwise identical unless the training loop updates them differently, for
-example if ranks clip by different norms. Checksums of replicas are compared in one collective on the host.
+example if ranks clip by different norms. Checksums of replicas are compared in one collective on the CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
 def check_before_saving(state_dict: Mapping[str, Any]) -> None:
     """Compare the replicas of parameters that a distributed checkpoint is about to save.
 
-    Does nothing in a thread (asynchronous saves), because the training loop can use the process groups at the same
+    Does nothing in a thread of an asynchronous save, because the training loop may use the process groups at the same
     time.
     """
     if threading.current_thread() is threading.main_thread():
@@ -72,7 +72,7 @@ def check_before_saving(state_dict: Mapping[str, Any]) -> None:
 
 
 def replica_groups(storage: ParameterStorage, process: Process) -> list[list[int]]:
-    """Return lists of ranks that store the same shard of a parameter, for shards with several replicas."""
+    """Return a list of ranks for each shard of a parameter that several ranks store."""
     owning, cut_axes = storage
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(process.mesh.num_ranks):
@@ -114,7 +114,7 @@ class Replicas:
             self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
 
     def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Record that a state dict was created. `check_state_dict` runs if a checkpoint of it is saved."""
+        """Record that a state dict was created. If a checkpoint of it is saved, `check_state_dict` runs."""
         self._in_state_dict = program, parameters
         _NOTED.add(self)
 
@@ -136,7 +136,7 @@ class Replicas:
         Args:
             parameters: {name: this rank's parameter}.
             step: number of steps so far.
-            moment: description of the next call, for messages. Empty: the step.
+            moment: description of the next call, for messages. If empty, messages name the step.
         """
         group = self.process.host_group
         if group is None:
@@ -184,7 +184,10 @@ class Replicas:
     def _drifted(
         self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: dist.ProcessGroup
     ) -> list[Drifted]:
-        """Return the parameters whose replicas differ, in the program's order. Equal on all ranks."""
+        """Return the parameters whose replicas differ, in the program's order.
+
+        The result is equal on all ranks.
+        """
         facts = {name: (number, tuple(parameters[name].shape), parameters[name].dtype) for name, number in mine.items()}
         everyones = gather_objects((self.process.rank, facts), group)
         place = {rank: index for index, (rank, _) in enumerate(everyones)}
@@ -242,7 +245,7 @@ def _replica_differences(
 
 
 def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Broadcast the values of a parameter from the first rank that stores it, to the host of every rank."""
+    """Broadcast a parameter's values from the first rank that stores it, into CPU memory of every rank."""
     if group.rank() in row.members:
         values = parameters[row.name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     else:
@@ -281,7 +284,7 @@ def _warn(differences: Sequence[ReplicaDifference], moment: str, group: dist.Pro
     warnings.warn(
         f"before {moment} the replicas of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
         f"{first.difference:.1g}{f', and those of {others} more' if others else ''}. This is rounding; all ranks take "
-        "the first rank's values. Sums in a varying order cause it, such as atomics on a GPU: "
+        "the first rank's values. Additions in varying order cause it, such as atomics on a GPU: "
         "torch.use_deterministic_algorithms(True).",
         stacklevel=2,
     )

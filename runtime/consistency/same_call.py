@@ -1,9 +1,9 @@
 """Check that all ranks make the same call: same method, options and step number, on the same batch.
 
-The check is one all-gather of a dozen numbers on the host. It starts with the call, and ends before any other
-communication. Integer inputs, such as tokens, are compared exactly. Floating-point inputs can be rounded differently on
-ranks, so they are compared up to rounding. For this comparison, a sample of their elements is projected on four sign
-vectors. The sample changes with the step.
+The check is one all-gather of a dozen numbers on the CPU. It starts with the call, and ends before any other
+communication. Integer inputs, such as tokens, are compared exactly. Floating-point inputs can be rounded differently
+on ranks, so they are compared up to rounding. For this comparison, a sample of their elements is projected on four
+random vectors of 1 and -1. The sample changes with the step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ComparedCall:
         """Return the numbers that this rank sends to describe the call.
 
         They are the call's number, a hash of its text, and numbers that describe the input values (`_values`). With
-        `local_batch`, numbers for inputs that differ between data ranks come last.
+        `local_batch`, the numbers of inputs that differ between data ranks come last.
         """
         text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
         rows = [] if self.own_rows is None else self._values(self.own_rows)
@@ -132,10 +132,9 @@ def same_rows(mesh: Mesh) -> list[list[int]]:
 
 
 class Comparison:
-    """Comparison of a call between ranks, which is in flight.
+    """A comparison of a call between ranks. The constructor starts the all-gather.
 
-    Creating it starts the all-gather. Every rank must call `finish_comparison`. Until then, a rank must not
-    communicate.
+    Every rank must call `finish_comparison`, and must not communicate before it has returned.
     """
 
     def __init__(self, called: ComparedCall, process: Process):

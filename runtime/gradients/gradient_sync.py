@@ -21,13 +21,13 @@ from autopart.runtime.comm.process_mesh import Process
 class GradientSync:
     """Data-parallel synchronisation of one module on this rank. This base class does nothing.
 
-    A `dp_sync` method is, for example, PowerSGD. It reduces the gradients of a parameter over the outermost data axis.
+    A `dp_sync` method, such as PowerSGD, reduces the gradients of a parameter over the outermost data axis.
 
     Attributes:
         methods: {parameter: method}. Buckets do not reduce the gradients of these parameters over the outermost data
             axis.
         unsharded: {parameter: tensor without storage} of sharded parameters that have a method. During a step, `.grad`
-            of this tensor receives the full gradient.
+            of the tensor receives the full gradient.
     """
 
     def __init__(self, process: Process):
@@ -37,7 +37,7 @@ class GradientSync:
 
     @property
     def changes_models(self) -> bool:
-        """True if every data rank has its own model."""
+        """True if data ranks have different weights between averagings of the model."""
         return False
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
@@ -57,8 +57,8 @@ class GradientSync:
     def reduce_by_method(self, loss_scale: float = 1.0) -> None:
         """Synchronise the gradients of all parameters that have a `dp_sync` method.
 
-        A collective call, after all other reductions of a step. Before it, `.grad` has this rank's partial gradient
-        times `loss_scale`.
+        A collective call, after all other reductions of a step. Before the call, `.grad` has this rank's partial
+        gradient times `loss_scale`.
         """
 
     def release_full_gradients(self) -> None:
@@ -91,17 +91,20 @@ class GradientSync:
         """Raise UsageError before the second step if models must be averaged and no optimizer is attached."""
 
     def check_gradients(self, call: str) -> None:
-        """Raise UsageError if every data rank has its own model, because then no global gradient exists."""
+        """Raise UsageError if data ranks have different weights, because then no global gradient exists."""
 
     # --- State
 
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Average values over the data ranks if every data rank has its own model; else return them unchanged."""
+        """Average values over the data ranks if their weights differ; else return the values unchanged."""
         return dict(values)
 
 
 def sync_for(program: Program, current: GradientSync) -> GradientSync:
-    """Return the synchronisation for a program: `current`, or a new one if a parameter has a method."""
+    """Return the synchronisation for a program: a new one if a parameter has a `dp_sync` method.
+
+    Otherwise returns `current`.
+    """
     has_method = any(stored.method is not None for stored in program.parameters.values())
     return with_methods(current) if has_method else current
 

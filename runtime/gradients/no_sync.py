@@ -1,7 +1,7 @@
 """`no_sync()`: accumulate unreduced gradients of several batches, and reduce them once.
 
-Until the reduction, `.grad` of a parameter is this rank's partial gradient. `.grad` may already have a reduced gradient
-of earlier calls. Then the first rank keeps it and the other ranks set it to zero, so that the reduction counts it once.
+Until the reduction, `.grad` of a parameter is this rank's partial gradient. If `.grad` already has a reduced gradient
+of earlier calls, the first rank keeps it and the other ranks set it to zero. So the reduction counts it once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class NoSync:
         is_open: the module is inside `no_sync()`, so calls leave their gradients unreduced.
         are_some: `.grad` contains partial gradients.
         are_expected: a forward ran inside `no_sync()`, and its backward has not run yet.
-        reduce_by_method: reduces gradients of parameters that have a `dp_sync` method. Called after all other
-            reductions.
+        reduce_by_method: function that reduces gradients of parameters that have a `dp_sync` method. It is called
+            after
+            all other reductions.
     """
 
     def __init__(self, process: Process, stage_style: str, reduce_by_method: Callable[[], None]):
@@ -64,7 +65,7 @@ class NoSync:
 
     @property
     def matters(self) -> bool:
-        """True if the next call leaves gradients unreduced, or if `.grad` contains partial gradients."""
+        """True if the next call leaves gradients unreduced, or if `.grad` already contains partial gradients."""
         return self.are_summed and (self.is_open or self.are_some or self.are_expected)
 
     def problem(self, program: Program) -> UsageError | None:
@@ -97,10 +98,11 @@ class NoSync:
         self.process.unreduced.add(self)
 
     def leave(self, was_open: bool) -> bool:
-        """Return True if the current backward must not reduce its gradients itself.
+        """Return True if the current backward must leave its gradients unreduced.
 
         Args:
-            was_open: the forward ran inside `no_sync()`. If False, all partial gradients are reduced when this backward
+            was_open: the forward ran inside `no_sync()`. If False, all partial gradients are reduced when this
+                backward
                 ends.
         """
         if not (was_open or self.are_some or self.are_expected):
@@ -145,7 +147,10 @@ def sharded_error(program: Program) -> UsageError | None:
 
 
 def check_reduced(process: Process, call: str) -> None:
-    """Raise UsageError on every rank if gradients are unreduced. `call`: the caller's name in the message."""
+    """Raise UsageError on every rank if gradients are unreduced.
+
+    `call`: name of the caller, for the message.
+    """
     if process.unreduced:
         raise UsageError(
             f"{call} needs gradients that are reduced over the ranks",

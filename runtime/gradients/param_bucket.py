@@ -2,11 +2,11 @@
 
 In a step, gradients accumulate in `.grad`, and the `Reducer` starts the reduction of each bucket.
 
-In a backward that the user starts, gradients may be results of `torch.autograd.grad`. So autograd functions reduce
-them. For each bucket there are two, so that the reduction overlaps with the backward. `_StartReduce` is inserted before
-the first use of the bucket's parameters. Its backward starts the reduction. `_WaitReduce` comes before all other
-autograd functions. Its backward waits for the reduction. Autograd runs first the backward of nodes that were created
-last, so `_WaitReduce` runs at the end.
+In a backward that the user starts, gradients may be results of `torch.autograd.grad`. So autograd functions reduce the
+gradients. Each bucket has two such functions, so that the reduction overlaps with the backward. `_StartReduce` is
+inserted before the first use of the bucket's parameters. Its backward starts the reduction. `_WaitReduce` runs before
+all other autograd functions in forward. Its backward waits for the reduction. Autograd first runs the backward of
+nodes that were created last, so the backward of `_WaitReduce` runs at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnshardStrategy(Protocol):
         """Wait for the all-gather, and return the unsharded parameters."""
 
     def reshard(self) -> None:
-        """Free the unsharded parameters. The current backward does not need them any more."""
+        """Free the unsharded parameters, when the current backward does not need them any more."""
 
 
 class ParamBucket:
@@ -43,8 +43,8 @@ class ParamBucket:
         stored: {name: this rank's parameter or shard}.
         strategy: reduces the gradients.
         queue: reductions in flight on this rank.
-        leaves: tensors that accumulate gradients during a step, if not those in `stored`.
-        targets: tensors whose `.grad` receives reduced gradients, if not those in `stored`.
+        leaves: tensors that accumulate gradients during a step. None: those in `stored`.
+        targets: tensors whose `.grad` receives reduced gradients. None: those in `stored`.
         unshard: all-gather of the parameters. None: they are not sharded.
         each_microbatch: reduce gradients after every microbatch of a step, instead of once.
         unreduced: state of `no_sync()`. None: the bucket does not support it.
@@ -136,15 +136,15 @@ class ParamBucket:
         return pending, _WaitReduce.apply(pending, *self.stored)
 
     def cross(self) -> tuple[Tensor, ...]:
-        """Return unsharded parameters for a graph. Their backward reduces the gradients."""
+        """Return unsharded parameters for a graph. The backward of the parameters reduces their gradients."""
         pending, arrived = self.arrival or self._arrive()
         return _StartReduce.apply(self, pending, *arrived)
 
     def enter(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return unsharded parameters for a graph, at the first use of the bucket.
 
-        In a differentiable call, their backward reduces the gradients. In a step, waits for the all-gather and returns
-        `tensors`.
+        In a differentiable call, the backward of these parameters reduces their gradients. In a step, waits for the
+        all-gather and returns `tensors`.
 
         Args:
             names: names of the parameters.
@@ -159,11 +159,12 @@ class ParamBucket:
         return tuple(self.crossed[name] for name in names)
 
     def reduce_in_backward(self, pending: Pending, grads: list[Tensor], present: Sequence[int], was_open: bool) -> None:
-        """Start to reduce gradients in a backward. `pending` receives the results.
+        """Start to reduce gradients in a backward.
 
         Args:
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
+            pending: receives the reduced gradients.
             was_open: the forward ran inside `no_sync()`.
         """
         if self.unreduced is not None and self.unreduced.leave(was_open):
@@ -240,7 +241,7 @@ class _WaitReduce(torch.autograd.Function):
 
 
 def _mark_frozen(ctx: Any, values: tuple[Tensor, ...], num_leading: int) -> tuple[Tensor, ...]:
-    """Mark the values of frozen parameters as non-differentiable, and return all values.
+    """Mark the outputs for frozen parameters as non-differentiable. Return all outputs.
 
     Args:
         num_leading: number of arguments of the autograd function before its tensors.

@@ -1,10 +1,10 @@
 """Launch gradient reductions while the backwards of a step run, each bucket as soon as it is complete.
 
 The buckets of a stage are sorted by the order in which the backward completes them, so the last block comes first.
-Hooks on autograd's accumulation nodes report that a gradient is ready. Buckets are always launched in sorted order, so
-all ranks launch the same collectives in the same order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). Some
-schedules run the weight backward separately, without accumulation nodes. Then a bucket is launched when the weight
-backward ends.
+Hooks on autograd's accumulation nodes signal that a gradient is ready. Buckets are always launched in sorted order, so
+all ranks launch the same collectives in the same order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). If a
+schedule runs the weight backward separately, there are no accumulation nodes. Then a bucket is launched when the
+weight backward ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reducer:
     def take_earlier(self, name: str, shard: Tensor) -> Tensor | None:
         """Return a shard's gradient from earlier microbatches, and set `.grad` to None.
 
-        Returns None if an earlier call in this step has returned it. Called in the last backward of a step.
+        Called in the last backward of a step. A second call in the step returns None.
         """
         if name in self.completed:
             return None
@@ -71,7 +71,7 @@ class Reducer:
         self._begin_microbatch()
 
     def disarm(self) -> None:
-        """End a step: hooks launch nothing until the next `arm`."""
+        """End a step: hooks launch no reductions until the next `arm`."""
         self.is_armed = False
         self.completed.clear()
 

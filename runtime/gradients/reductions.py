@@ -24,9 +24,9 @@ class ReduceStrategy:
     """Collectives that reduce the gradients of a bucket.
 
     Attributes:
-        max_in_flight: maximum number of reductions with a buffer in flight, including the next one.
+        max_in_flight: maximum number of reductions with a buffer in flight, including the next reduction.
         small_bytes: in a backward that the user starts, more reductions can be in flight if their total bytes are at
-            most this.
+            most `small_bytes`.
         reduces_shards: once per step, gradient shards are also all-reduced over further groups (HSDP).
         accumulate_dtype: dtype in which a step accumulates gradients of several microbatches. None: autograd
             accumulates them in the dtype of the parameters.
@@ -38,7 +38,7 @@ class ReduceStrategy:
     accumulate_dtype: torch.dtype | None = None
 
     def is_in_place(self, leaf: Tensor) -> bool:
-        """Return True if a bucket with this parameter alone needs no copy of the gradient."""
+        """Return True if the gradient of a bucket with only this parameter can be reduced without a copy."""
         return False
 
     def start(
@@ -49,8 +49,9 @@ class ReduceStrategy:
         Args:
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
-            earlier: gradient shards of earlier microbatches, which are added before the all-reduce over further groups.
-                None: this call does not all-reduce shards over further groups.
+            earlier: gradient shards of earlier microbatches, which are added before the all-reduce over further
+                groups.
+                None: this call does not all-reduce over further groups.
             is_owned: nothing else uses `grads`, so the reduction may write to them.
         """
         raise NotImplementedError
@@ -86,7 +87,10 @@ class Pending:
     needs_buffer: bool = True
 
     def advance(self) -> None:
-        """Wait for the collective in flight, if any, and launch the next one, if any."""
+        """Wait for the collective in flight, and launch the next collective of the reduction.
+
+        Both may be missing.
+        """
         if self.reduction is None:
             return
         try:
@@ -126,8 +130,8 @@ class ReductionQueue:
         Args:
             pending: receives the reduced gradients.
             reduction: the reduction.
-            max_in_flight: maximum number of buffers in flight, including this one.
-            small_bytes: more buffers can be in flight if their total bytes are at most this.
+            max_in_flight: maximum number of buffers in flight, including the buffer of this reduction.
+            small_bytes: more buffers can be in flight if their total bytes are at most `small_bytes`.
         """
         self.first, self.further = (
             [one for one in row if one.reduction is not None and one is not pending]
@@ -179,8 +183,8 @@ class AllReduceStrategy(ReduceStrategy):
         """Return the all-reduce of gradients as a generator.
 
         A single gradient that is owned is reduced in place. Several gradients are copied into a flat tensor. The
-        results are views of it, as with DDP's `gradient_as_bucket_view`. If the dtype or the strides of an owned
-        gradient differ from its view, the result is copied into the gradient.
+        results are views of the flat tensor, as with DDP's `gradient_as_bucket_view`. If the dtype or the strides of
+        an owned gradient differ from its view, the result is copied into the gradient.
         """
         dtype = sent_dtype(self.reduce_dtype, grads[0])
         in_place = is_owned and len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype

@@ -1,4 +1,4 @@
-"""Buckets of sharded parameters: one all-gather unshards a bucket, one reduce-scatter its gradients.
+"""Buckets of sharded parameters: one all-gather and one gradient reduce-scatter per bucket.
 
 The shards of all parameters of a bucket are concatenated in a flat vector, and padded if a dim splits unevenly. If
 ranks compute different samples, each rank has a partial gradient, and the bucket is reduce-scattered. If all ranks
@@ -128,7 +128,7 @@ class ShardCollectives(ReduceStrategy):
     def start(
         self, grads: Sequence[Tensor], present: Sequence[int], earlier: Sequence[Tensor | None] | None, is_owned: bool
     ) -> Reduction:
-        """Return the reduction as a generator: reduce-scatter gradients, then all-reduce shards over `others`."""
+        """Return a generator that reduce-scatters gradients, then all-reduces the shards over `others`."""
         stored, rank = [self.stored[i] for i in present], self.group.rank()
         wait = self._begin_reduce(grads, stored)
         del grads
@@ -175,7 +175,7 @@ class ShardCollectives(ReduceStrategy):
 
 
 def _rank_major(stored: Sequence[ShardedParam], grads: Sequence[Tensor], ranks: int) -> Tensor:
-    """Concatenate gradients rank by rank: all shards of the first rank, then those of the second."""
+    """Concatenate gradients rank by rank: first the shards of rank 0, then those of rank 1, ..."""
     length = sum(math.prod(one.padded_shape) for one in stored)
     flat = grads[0].new_zeros(ranks, length, dtype=stored[0].grad_dtype)
     start = 0

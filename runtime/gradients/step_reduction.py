@@ -49,7 +49,10 @@ class AllReduceGroup:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Group those tensors whose gradients are partial sums over mesh axes into buckets."""
+    """Group tensors into buckets.
+
+    Only tensors whose gradients are partial sums over mesh axes are included.
+    """
     axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
     return [AllReduceGroup(names, axes=axes[names[0]]) for names in bucket_by_kind(partial, axes, bucket_bytes)]
@@ -58,7 +61,7 @@ def axis_buckets(
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Group those tensors that are stored at several `pp` coordinates into buckets."""
+    """Group tensors into buckets. Only tensors that are stored at several `pp` coordinates are included."""
     tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
     owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
     shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}
@@ -157,7 +160,9 @@ def all_reduced_names(tensors: Mapping[str, Tensor], program: Program, stage_sty
 
 
 def create_reduce_groups(program: Program, process: Process) -> None:
-    """Create process groups of flattened axes, and second groups for reductions that overlap with compute.
+    """Create process groups of flattened axes.
+
+    Create second groups for reductions that overlap with compute.
 
     Every rank must call this with the same program.
     """
@@ -194,7 +199,7 @@ def _sum_bucket(
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return `.grad` of a parameter. If it is None, set it to zeros first.
+    """Return `.grad` of a parameter. If it is None, first set it to zeros.
 
     It is None if a stage did not use its copy of a tied parameter.
     """
@@ -213,9 +218,9 @@ def sync_gradients_lockstep(
     stage_style: str = "loop",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Apply `sync_gradients` for all ranks in one process, in place.
+    """Apply `sync_gradients` in place for all ranks in one process.
 
-    Gradients that a `dp_sync` method would reduce are all-reduced too.
+    Gradients that a `dp_sync` method would reduce are all-reduced instead.
 
     Args:
         parameters: {rank: {name: local parameter}}.

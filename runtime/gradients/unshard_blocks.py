@@ -1,13 +1,13 @@
-"""ZeRO 3: unshard a block's weights at their use, prefetch the next block, reshard after use.
+"""ZeRO 3: unshard a block's weights before their use, prefetch the next block, reshard after use.
 
-A stage graph has one all-gather per weight. When the graph is bound to a rank, the all-gathers of a block become one
-collective, which overlaps with the compute of another block. Forward prefetches the next block, backward the previous
-one.
+A stage graph has one all-gather per weight. When the runtime prepares the graph for a rank, it merges the all-gathers
+of a block into one collective, which overlaps with the compute of another block. Forward prefetches the next block,
+backward the previous block.
 
-Autograd would save every unsharded weight, to compute the gradients of activations. Then a rank would store all weights
-unsharded after a forward. So saved-tensor hooks save references instead, and the backward gathers the block again
-(Rajbhandari et al. 2020, arXiv:1910.02054, section 7.2.2; prefetch of one block: Zhao et al. 2023, arXiv:2304.11277,
-section 3.3.2).
+Autograd would save every unsharded weight, to compute the gradients of activations. Then a rank would store all
+weights unsharded after a forward. So saved-tensor hooks save references instead, and the backward gathers the block
+again (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.2.2; prefetch of one block: Zhao et al. 2023,
+arXiv:2304.11277, section 3.3.2).
 
 The gradients of a block are also reduce-scattered in one collective, which overlaps with the backward of earlier
 blocks.
@@ -47,14 +47,16 @@ makes the backward alternate between them."""
 def insert_unshard_blocks(
     module: fx.GraphModule, program: Program, process: Process, reducer: Reducer, compiled: bool = False
 ) -> UnshardBlocks | None:  # fmt: skip
-    """Replace the weight all-gathers of a bound stage graph by one all-gather per block.
+    """Replace the weight all-gathers of a rank's stage graph by one all-gather per block.
 
     Casts of stored weights become `CastWeight` calls. Returns None if there is nothing to replace.
 
     Args:
-        reducer: reducer of the stage. It reports whether a backward is the last of a step. If the schedule runs the
-            weight backward weight by weight, each weight keeps a separate all-gather.
-        compiled: the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled code does
+        reducer: reducer of the stage. It reports whether a backward is the last backward of a step. If the schedule
+            runs
+            the weight backward weight by weight, each weight keeps a separate all-gather.
+        compiled: the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled code
+            does
             not contain them. Casts stay as they are, because the compiler recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
@@ -113,7 +115,7 @@ def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -
 
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock) -> None:
-    """Replace the weight all-gathers `row` by one call of the module `block`, before the first of them."""
+    """Replace the weight all-gathers `row` by one call of the module `block`, before the first all-gather."""
     graph, name = module.graph, f"unshard_block_{block.index}"
     module.add_submodule(name, block)
     with graph.inserting_before(row[0]):
@@ -169,7 +171,7 @@ class UnshardBlocks:
         Waits for prefetches that were not used, because an all-gather can only end if all ranks take part.
 
         Args:
-            failed: a call has failed, so other ranks may not take part. Then do not wait.
+            failed: True if a call has failed. Then do not wait, because other ranks may not take part.
         """
         if failed:
             self.left += self.begun.values()

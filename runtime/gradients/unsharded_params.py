@@ -1,6 +1,6 @@
 """ZeRO 1 and 2: sharded parameters are unsharded at the begin of a step, and resharded at its end.
 
-A stage graph has an all-gather at each use of a parameter, which ZeRO 3 needs (`unshard_blocks.py`). With ZeRO 1 and 2
+A stage graph has an all-gather at each use of a parameter, for ZeRO 3 (`unshard_blocks.py`). With ZeRO 1 and 2
 these all-gathers are removed. Instead, the runtime unshards all parameters in buckets when a call begins, and autograd
 accumulates gradients of the unsharded parameters. Gradients are reduce-scattered once, after all microbatches
 (`zero=1`), or after each microbatch (`zero=2`). Optimizers only see the shards (Rajbhandari et al. 2020,
@@ -82,7 +82,7 @@ class UnshardedParams:
         """Create a bucket of unsharded parameters.
 
         Args:
-            for_method: a `dp_sync` method reduces the unsharded gradients over the data ranks.
+            for_method: True if a `dp_sync` method reduces the unsharded gradients over the data ranks.
         """
         self.unshards.append(StepUnshard(self, shards))
         return ParamBucket(
@@ -141,7 +141,7 @@ class UnshardedParams:
                 unshard.values()
 
     def gather_next(self) -> None:
-        """Start the all-gather of the next bucket, if any is left."""
+        """Start the all-gather of the next bucket, if there is one."""
         if self.to_gather:
             self.to_gather.popleft().gather()
 
@@ -162,7 +162,10 @@ class StepUnshard:
 
     @torch.no_grad()
     def values(self) -> list[Tensor]:
-        """Wait for the all-gather of this bucket, and start that of a later bucket. Return the parameters."""
+        """Wait for the all-gather of this bucket, and start the all-gather of a later bucket.
+
+        Return the parameters.
+        """
         while self in self.unsharded.to_gather:
             self.unsharded.gather_next()
         if self.wait is None:
@@ -197,7 +200,7 @@ class UnshardedGradReduce(ReduceStrategy):
     def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
         """Return this rank's term of the gradient sum over the data ranks.
 
-        A replicated gradient must count once, so the first rank returns it and other ranks return zeros.
+        A replicated gradient must count once, so the first rank returns it and all other ranks return zeros.
         """
         grad = grad.to(one.dtype)
         return grad if one.sums or self.shards.group.rank() == 0 else torch.zeros_like(grad)

@@ -3,8 +3,8 @@
 A block has the consecutive calls of one numbered module (`layers.3`), found by the module paths of nodes. Two blocks
 are of one kind if their operators, their constants and the metadata of their inputs are equal. Blocks of one kind call
 one compiled function, which takes parameters and activations as inputs. Calls between blocks, and blocks that are not
-repeated, are compiled as separate subgraphs. So compile time grows with the number of kinds, not of blocks. The graph
-that calls the subgraphs is not compiled, and stores the parameters.
+repeated, are compiled as separate subgraphs. So compile time grows with the number of kinds, not with the number of
+blocks. The outer graph, which calls the subgraphs, is not compiled. It stores the parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 def compiled(module: fx.GraphModule) -> fx.GraphModule:
-    """Compile a stage graph that is bound to this rank. Each recompute region in it becomes one call."""
+    """Compile the stage graph of this rank. Each recompute region in the graph becomes one call."""
     module = with_regions(_with_salts(module))
     subgraphs = _Partition(module).subgraphs()
     if len(subgraphs) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
@@ -50,7 +50,7 @@ def _compile(module: fx.GraphModule) -> fx.GraphModule:
 def _ranks(module: fx.GraphModule) -> str:
     """Return the rank of this process in each process group of a graph, for torch's compile cache key.
 
-    Without it, a rank would load code from the cache on disk that was compiled for another rank.
+    With other keys, a rank would load code from the cache on disk that was compiled for another rank.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
@@ -60,7 +60,7 @@ def _ranks(module: fx.GraphModule) -> str:
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
     """Make the salt (operator number) of each dropout an input of its block.
 
-    As a constant, it would differ between blocks, so that these could not share compiled code.
+    As a constant, the salt would differ between blocks, so the blocks could not share compiled code.
     """
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -164,7 +164,7 @@ def _numbered(node: fx.Node, module: fx.GraphModule) -> list[str]:
 
 
 def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
-    """Return the operators that a call runs: itself, or all operators of its recompute region."""
+    """Return the operators that a call runs: its own operator, or all operators of its recompute region."""
     called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
     return called.operators.graph.nodes if isinstance(called, Region) else [node]
 
@@ -179,7 +179,7 @@ class _Value:
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
     """Return True for a value that is computed outside of subgraphs.
 
-    It is a graph input, a stored or unsharded parameter, or a dropout seed with its salt.
+    The value is a graph input, a stored or unsharded parameter, or a dropout seed with its salt.
     """
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), Region)
@@ -189,7 +189,6 @@ def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that have users outside of `nodes`."""
     return [node for node in nodes if any(user not in nodes for user in node.users)]
 
 

@@ -26,7 +26,9 @@ _LARGE = 2**24
 def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """Rewrite a stage for masks that depend on no input: use their structure instead of computing them.
+    """Rewrite a stage so that it uses the structure of masks that depend on no input.
+
+    The stage does not compute these masks any more.
 
     Returns the stage, and the names of these masks, which later calls need not inspect.
     """
@@ -95,7 +97,7 @@ class StageMasks:
     """Masks of one stage whose structure is detected again in every call.
 
     Args:
-        bind: function that binds a graph of the stage to this rank.
+        bind: function that prepares a graph of the stage for this rank.
         without: names of masks to ignore.
     """
 

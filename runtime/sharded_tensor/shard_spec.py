@@ -37,7 +37,7 @@ class DimShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the split. With equal keys, a rank has the same range of elements."""
+        """Key of the split. Splits with equal keys give a rank the same range of elements."""
         return self.axis, self.cut.size, self.cut.sections, self.cut.num_shards
 
 
@@ -47,8 +47,9 @@ class ShardSpec:
 
     Attributes:
         name: name of the parameter, also for values computed from it.
-        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp` such a tensor has a
-            spec too, because other stages lack it.
+        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a tensor has
+            a
+            spec too, because other stages lack the tensor.
         is_derived: True for a value that was computed from the full parameter.
     """
 
@@ -71,7 +72,7 @@ class ShardSpec:
 
     @property
     def has_empty_shards(self) -> bool:
-        """True if a rank has an empty shard of the tensor. Equal on all ranks."""
+        """True on all ranks if any rank has an empty shard of the tensor."""
         return any(shard.cut.length(index) == 0 for shard in self.shards for index in range(shard.cut.num_shards))
 
     def of_dim(self, dim: int) -> tuple[DimShard, ...]:
@@ -122,10 +123,10 @@ class ShardSpec:
         return value
 
     def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Reduce the local values of ranks over one mesh axis after the other.
+        """Reduce the local values of ranks, over one mesh axis after the other.
 
         Args:
-            reduce: reduces a stack of the ranks' values over its dim 0.
+            reduce: function that reduces a stack of the ranks' values over dim 0.
         """
         for axis in axes:
             local = reduce(_StackRanks.apply(local, axis, self))
@@ -138,7 +139,7 @@ def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
     Each total depends only on parameters of its stage, so backward needs no reduction.
 
     Args:
-        total: this stage's total. None: the stage has none.
+        total: this stage's total; None if the stage has no total.
     """
     if "pp" not in process.groups:
         return torch.zeros((), device=process.device) if total is None else total

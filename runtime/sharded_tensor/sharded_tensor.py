@@ -1,4 +1,4 @@
-"""Parameters that store this rank's shard and behave as the unpartitioned tensor, as DTensor does.
+"""Parameters that store this rank's shard and behave as the full tensor, as DTensor does.
 
 A `ShardedTensor` is a strided tensor with the local values. So kernels, autograd, and fused and foreach optimizers run
 on it as on any tensor. Calls from Python code go through `__torch_function__`:
@@ -174,7 +174,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set a flag or hook on the shard. A shard and the full tensor have equal flags and hooks."""
+    """Read or set a flag or hook of the shard. A shard and its full tensor have equal flags and hooks."""
     return func(*args, **kwargs)
 
 
@@ -195,7 +195,7 @@ def _get_grad(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Assign `grad` or `data` from a sharded tensor, this rank's shard, or the full tensor."""
+    """Assign `grad` or `data`. The value is a sharded tensor, this rank's shard, or the full tensor."""
     target, value = args
     if isinstance(value, Tensor) and isinstance(target, ShardedTensor):
         value = as_sharded(_onto(value, target.spec), target.spec)
@@ -244,7 +244,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError under `pp` if a scalar computed from one parameter is combined with another one."""
+    """Raise UsageError under `pp` if a scalar computed from one parameter meets another parameter."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -304,7 +304,6 @@ def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def _full(value: Any) -> Any:
-    """Gather a sharded tensor. Return any other value unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     return value.spec.gather(value.as_subclass(Tensor))
@@ -368,7 +367,7 @@ def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
 def _combines_stages() -> bool:
     """Return True if the caller may reduce over a parameter that only one pipeline stage stores.
 
-    It may inside `pm.summed`, which adds up all stages, and in optimizers that treat each tensor separately.
+    This is allowed inside `pm.summed`, which adds up all stages, and in optimizers that treat each tensor separately.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -389,7 +388,7 @@ def _permuted(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _viewed(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return a view of an unsharded tensor, or a read-only view of a gathered copy of a sharded one."""
+    """Return a view of an unsharded tensor, or a read-only view of a gathered copy of a sharded tensor."""
     spec = _first(args, kwargs).spec
     value = args[0] if args else None
     same_shape = name in ("view", "reshape", "view_as", "reshape_as", "expand_as", "expand") and (
@@ -447,7 +446,7 @@ def _is_of_stage(spec: ShardSpec) -> bool:
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark a result as computed from this parameter, so that a later reduction over it can be rejected."""
+    """Mark a result as computed from this parameter, to reject a later reduction over the result."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 
@@ -469,7 +468,7 @@ def _warn_of_random_numbers(spec: ShardSpec) -> None:
 
 
 def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Draw a random tensor of the full shape (`randn_like`), as a single device does, and keep the shard."""
+    """Draw a random tensor of the full shape (`randn_like`), and return this rank's shard."""
     spec = args[0].spec
     like = args[0].as_subclass(Tensor).detach().new_empty(spec.shape)
     drawn = func(like, *args[1:], **kwargs)
@@ -477,7 +476,7 @@ def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach function, whose arguments are lists of tensors, on sharded tensors."""
+    """Run a foreach function, which takes lists of tensors, on sharded tensors."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     target: Sequence[Any] = lists[0]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):

@@ -1,7 +1,7 @@
 """Description of local parameters: name in the model, shard, and the shard's owner rank.
 
 A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard can be replicated: over `dp`, over
-`tp` if the parameter is not sharded over `tp`, or between stages that share a tied parameter. The owner of a shard is
+`tp` if the parameter is not sharded over `tp`, or on stages that share a tied parameter. The owner of a shard is
 the first rank that stores it.
 """
 
@@ -72,8 +72,8 @@ class ShardInfo:
 def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], owners: Sequence[int]) -> bool:
     """Return True if the rank at these coordinates is the first that stores its shard of a tensor.
 
-    Example: a weight that is sharded over `tp` and replicated over `dp` has one owner per `tp` coordinate, the rank
-    with `dp` coordinate 0.
+    Example: a weight that is sharded over `tp` and replicated over `dp` has one owner for each `tp` coordinate: the
+    rank with `dp` coordinate 0.
     """
     cut_axes = {part for axis, _ in splits_of(stored, mesh) for part in mesh_axes_of(axis)} | {
         *stored.differs_over(mesh)
@@ -88,10 +88,7 @@ _HOMES: Any = WeakIdKeyDictionary()
 
 
 def register_shard(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
-    """Register the shard info of a local parameter, if it has none.
-
-    Another partitioned module that shares the parameter may have registered it.
-    """
+    """Register the shard info of a local parameter, unless it is registered already."""
     if parameter not in _HOMES:
         _HOMES[parameter] = make_shard_info(name, program, process, stage_style)
 

@@ -1,4 +1,4 @@
-"""Shard a model's tensors as the ranks store them, and gather full tensors from the shards."""
+"""Shard a model's tensors into the local tensors of ranks, and gather full tensors from the shards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def flattened_axes(program: Program) -> list[str]:
 def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Merge the parameters of a new program into those of earlier programs.
 
-    Parameters of earlier programs stay stored as they are. Raises StageError if a stage of the new program uses one of
+    Parameters of earlier programs keep their layouts. Raises StageError if a stage of the new program uses one of
     these parameters but does not store it.
     """
     for name in new.keys() & known.keys():
@@ -169,7 +169,10 @@ def broadcast_from(
 def names_with_gradient(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
-    """Return the names of parameters that have a gradient on the owner rank. Equal on every rank."""
+    """Return the names of parameters that have a gradient on the owner rank.
+
+    The result is equal on every rank.
+    """
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
     for index, name in enumerate(names):
@@ -185,7 +188,7 @@ def join(
 ) -> dict[str, Tensor]:
     """Return {name: full tensor} from the local tensors of all ranks, in one process.
 
-    It does without communication what `gather` does. Names that no rank stores are left out.
+    The result is that of `gather`, without communication. Names that no rank stores are left out.
 
     Args:
         local: {rank: {name: local tensor}}.

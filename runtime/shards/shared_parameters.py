@@ -21,7 +21,7 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _SharedShard:
-    """This rank's shard of an original parameter, and its layout, as `parallelize(model)` created it.
+    """This rank's shard of an original parameter, and its layout, as `parallelize(model)` made it.
 
     Attributes:
         kind: class name of the model.
@@ -39,10 +39,10 @@ _SHARED_SHARDS: Any = WeakIdKeyDictionary()
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` if another partitioned module has created it, else None.
+    """Return this rank's shard of `full` if another partitioned module has created the shard, else None.
 
-    Modules that contain `model`, and submodules of `model`, do not count. Raises LayoutError if the other module has
-    another mesh or layout.
+    Modules that contain `model`, and submodules of `model`, are not considered. Raises LayoutError if the other module
+    has another mesh or layout.
     """
     for shard in _SHARED_SHARDS.get(full, ()):
         owner, local = shard.model(), shard.local()
@@ -105,8 +105,9 @@ class OriginalParams:
         """Watch a parameter of the original model for changes.
 
         Args:
-            is_equal: function that returns True if the local parameter equals its shard of a full tensor. Such a change
-                needs no warning, for example after `full_state_dict()` was loaded into the original model.
+            is_equal: function that returns True if the local parameter equals its shard of a full tensor. After such a
+                change
+                no warning is needed, for example if `full_state_dict()` was loaded into the original model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal
@@ -120,8 +121,9 @@ class OriginalParams:
                     self._versions[name] = of, full._version, is_equal
                     continue
                 warnings.warn(
-                    f"the model's own '{name}' was changed after autopart had copied it, and the partitioned one was "
-                    "not. Give the optimizer the parameters of what parallelize() returned. Load weights before. "
+                    f"the model's own '{name}' was changed after autopart had copied it, and the partitioned "
+                    "model was not. Pass the optimizer the parameters of the partitioned model. Load weights before "
+                    "parallelize(). "
                     "Parallelize the module that contains all users of this parameter.", stacklevel=4,
                 )  # fmt: skip
                 self._versions = {}

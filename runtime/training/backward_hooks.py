@@ -1,7 +1,7 @@
 """Gradient hooks, frozen parameters, and `backward` through a pipeline.
 
-During a step every microbatch accumulates into `.grad`, and ranks reduce these gradients at its end. Hooks on
-parameters run only after that, so they get the gradient that a single device would pass to them.
+During a step every microbatch accumulates into `.grad`, and ranks reduce these gradients at the end of the step. Hooks
+on parameters run after the reduction, so they get the gradient that a single device would pass to them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def module_hooks(module: nn.Module) -> bool:
 
 
 def check_model_hooks(model: nn.Module) -> None:
-    """Raise UsageError if a parameter of a model has hooks, which the partitioned model would lack."""
+    """Raise UsageError if a parameter of a model has hooks, because the partitioned model would lack them."""
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter) or accumulation_hooks(parameter):
             raise UsageError(

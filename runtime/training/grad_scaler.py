@@ -26,8 +26,8 @@ from autopart.runtime.training.gradient_norms import inside
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
 
-    It detects infinite gradients over all ranks. So all ranks take a step or none does, and the scale stays equal. When
-    a model is partitioned, torch's class is patched to do this too. In addition, this class works without
+    It detects infinite gradients over all ranks. So all ranks take a step or none does, and the scale stays equal.
+    When a model is partitioned, torch's class is patched to do so too. In addition, this class works without
     `scale(loss)`. Its default `device` is "cuda", or "cpu" without GPUs.
 
     Example:
@@ -67,7 +67,9 @@ def patch_grad_scaler() -> None:
 def _unscale(
     original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
 ) -> dict[torch.device, Tensor]:
-    """Divide an optimizer's gradients by the scale. Return {device: 1.0 if any was not finite, else 0.0}.
+    """Divide an optimizer's gradients by the scale.
+
+    Return {device: 1.0 if a gradient was not finite, else 0.0}.
 
     A collective call if the optimizer has parameters of a partitioned model. `original` is torch's function.
     """
@@ -93,7 +95,7 @@ def _unscale(
 
 
 def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
-    """Raise InputError if the loss was not multiplied by the scale by which gradients are divided."""
+    """Raise InputError if the loss was not multiplied by the scale that divides the gradients."""
     if process.step_scale == 1.0 != scaler.get_scale():
         raise InputError(
             f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",

@@ -1,8 +1,10 @@
-"""Gradient norm of a partitioned model: every element counts once; bitwise identical on every rank.
+"""Gradient norm of a partitioned model.
+
+Every element counts once; the result is bitwise identical on every rank.
 
 Each rank computes the norm of the shards that it owns (`shard_owners.py`). The ranks exchange these norms, and each
-rank combines the same numbers in the same order. The functions of `torch.nn.utils` are redirected to this file for
-lists that contain tensors of a partitioned model.
+rank combines the same numbers in the same order. Calls of `torch.nn.utils` whose lists contain tensors of a
+partitioned model are redirected to this file.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ class _Row:
         dtypes: set of dtypes of its tensors, one bit per dtype.
         names: checksum of the parameter names in its list.
         stages: checksum of its pipeline stages.
-        one_of_many: 1 if its list has one parameter, although it has gradients of more parameters.
+        one_of_many: 1 if its list has only one parameter, although more of its parameters have gradients.
     """
 
     present: float = 0.0
@@ -172,7 +174,7 @@ def _norm(
 
     Args:
         others: replicated tensors that belong to no partitioned model.
-        of_one: the caller passed one parameter, not a list. Then only ranks of this stage take part.
+        of_one: True if the caller passed one parameter, not a list. Then only ranks of its stage take part.
     """
     check_reduced(process, "the norm of the gradients")
     counted = [
@@ -199,8 +201,8 @@ def _norm(
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
     """All-gather a `_Row` of each rank of this model; with `of_one`, only of ranks of this stage.
 
-    If data ranks have independent models (`dp_sync`), only ranks with this rank's model count. The all-gather is an
-    all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values bitwise unchanged.
+    If data ranks have different weights (`dp_sync`), only ranks with this rank's weights take part. The all-gather is
+    an all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values bitwise unchanged.
     """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)

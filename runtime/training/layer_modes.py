@@ -1,4 +1,7 @@
-"""Train or eval mode, and plain attributes, of a partitioned model's layers. Ranks compare them."""
+"""Train or eval mode, and plain attributes, of a partitioned model's layers.
+
+Ranks compare these settings.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _MISSING = object()
 class LayerModes:
     """Train or eval modes and attributes that users set on a partitioned model and its layers.
 
-    The partitioned model has one module per layer of the original, called a branch. A branch stores its mode in
+    The partitioned model has one module per layer of the original model, called a branch. A branch stores its mode in
     `training` and its attributes in `_set`. This object collects them after a change. A call without changes only
     checks a flag.
     """
@@ -56,7 +59,7 @@ class LayerModes:
         return self.source.model.get_submodule(path)
 
     def accepts(self, path: str, name: str, value: Any) -> bool:
-        """Return True if a user may set an attribute: the layer has it, and old and new value are plain."""
+        """Return True if the layer has this attribute, and its old and new value are plain."""
         layer = self.layer(path)
         static = vars(layer).get(name, inspect.getattr_static(type(layer), name, _MISSING))
         return is_plain(value) and is_plain(static)
@@ -107,7 +110,7 @@ class LayerModes:
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run a user-defined `train` or `eval` on the original model, and copy its changes to the branches.
 
-        Before, the original model gets the modes and attributes of the branches. The method can set modes, plain
+        First, the original model gets the modes and attributes of the branches. The user's method can set modes, plain
         attributes and `requires_grad`. The original model is restored afterwards.
         """
         model, root = self.source.model, self.root
@@ -151,10 +154,9 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """Yield the layers `others` as text, such as "encoder", or "encoder itself".
+    """Yield layers whose mode differs from the model's, as text, such as "encoder" or "encoder itself".
 
-    The layers have a mode that differs from that of the model. "encoder" includes all layers below it. "encoder itself"
-    means that some layer below it has the model's mode.
+    "encoder" includes all layers inside it. "encoder itself" means that some layer inside it has the model's mode.
     """
     below, others_below = Counter[str](), Counter[str]()
     for path in filter(None, paths):

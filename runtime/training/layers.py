@@ -1,4 +1,4 @@
-"""Modules that represent a model and its layers, with the original's classes, modes and attributes."""
+"""Modules that represent a model and its layers, with their classes, modes and attributes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModuleProxy(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return the `extra_repr` of the original layer, with attributes as they are set on this module."""
+        """Return the `extra_repr` of the original layer, with the attributes that were set on this module."""
         with in_modes(self._modes.source.model, self._modes.root.training, self._modes.settings):
             return self._modes.layer(self._path).extra_repr()
 
@@ -95,7 +95,7 @@ class ModuleProxy(nn.Module):
         _refuse_change(f"deleting [{index!r}]")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Do nothing if this module has the submodule under this name already. Raise UsageError otherwise."""
+        """Do nothing if this module already has this submodule under this name. Raise UsageError otherwise."""
         if module is None or self._modules.get(name) is not module:
             _refuse_change("add_module()")
 
@@ -267,7 +267,7 @@ class LayerProxy(ModuleProxy):
 
 
 def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
-    """Add a LayerProxy for each layer of the model that has none yet.
+    """Add a LayerProxy for each layer of the model that has no LayerProxy yet.
 
     A layer with two names has one proxy.
     """
@@ -322,7 +322,8 @@ def _items(module: ModuleProxy) -> dict[str, Any]:
 def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
     """Return a plain attribute of the original model or of a layer, such as its `config`.
 
-    Raises MissingAttribute (an AttributeError) for an attribute that would run the model's code or read its weights.
+    Raises MissingAttribute (an AttributeError) if access to the attribute would run the model's code or read its
+    weights.
     """
     kind = type(layer).__name__
     if name == "dtype" and isinstance(getattr(layer, name, None), torch.dtype):

@@ -1,8 +1,9 @@
 """Dynamic loss scaling in `step`, for float16 gradients, whose smallest positive value is 6e-8.
 
-The loss is multiplied by a scale before it is differentiated, and the gradients are divided by it. If a gradient of any
-rank is not finite, all gradients are dropped and the scale is halved. After many finite steps it is doubled
-(Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). The constants are those of `torch.amp.GradScaler`.
+The loss is multiplied by a scale before it is differentiated, and the gradients are divided by the scale. If a
+gradient of any rank is not finite, all gradients are dropped and the scale is halved. After many finite steps the
+scale is doubled (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). The constants are those of
+`torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class LossScalingMethods:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in the next `step`, which also divides the gradients.
+        """Factor of the loss in the next `step`, which also divides the gradients by it.
 
         It is 1 without `precision="fp16"`.
         """
@@ -113,7 +114,7 @@ class LossScalingMethods:
 def explain_missing_operators() -> Iterator[None]:
     """Raise RuntimeSetupError if code in this `with` block runs an operator that lacks a 16-bit kernel.
 
-    It replaces torch's error, and recommends another precision.
+    The error replaces torch's error, and recommends another precision.
     """
     try:
         yield

@@ -104,7 +104,7 @@ class MeshMethods(nn.Module):
         """Accumulate gradients in a `with` block without reducing them over ranks.
 
         As with `torch.nn.parallel.DistributedDataParallel.no_sync`, the next `step` or backward outside of the block
-        reduces them once. Every rank must enter the block. For `backward`, it counts whether the forward ran in the
+        reduces them once. Every rank must enter the block. A backward belongs to the block if its forward ran in the
         block.
 
         Until the reduction, `.grad` has this rank's partial gradients. Functions that read gradients (norms, clipping,

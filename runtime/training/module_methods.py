@@ -1,4 +1,4 @@
-"""Methods of `nn.Module`, other than the call, that a partitioned model adapts or rejects."""
+"""Methods of `nn.Module` that a partitioned model adapts or rejects, except the call itself."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class ModuleMethods(ModuleProxy):
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this module if it already has the dtype and device. Raise UsageError for all others."""
+        """Return this module if it already has the dtype and device. Otherwise raise UsageError."""
         args_, kwargs_ = spelled_as(self.__dict__["_process"].device, args, kwargs)
         return super().to(*args_, **kwargs_)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Raise UsageError if `fn` converts tensors. `to`, `half`, `cuda` and similar methods call this."""
+        """Raise UsageError if `fn` converts tensors. `to`, `half`, `cuda` and similar methods call `_apply`."""
         tensors = [*self.__dict__["_local_parameters"].values(), *self.__dict__["_local_buffers"].values()]
         if not tensors:
             tensors = [*self.__dict__["_source"].model.parameters()]

@@ -1,7 +1,7 @@
-"""Reject optimizers that cannot work on the tensors that a rank stores, at their first step.
+"""Reject optimizers that cannot work on the tensors that a rank stores, at the optimizer's first step.
 
 Elementwise optimizers, such as SGD and Adam, run on local shards. For all other optimizers, parameters behave as the
-full tensors, so that their sums and norms are right. Under `pp` these optimizers must treat each tensor separately.
+full tensors, so that their sums and norms are correct. Under `pp` these optimizers must treat each tensor separately.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OF_THE_MODEL = {
 
 @cache
 def patch_optimizers() -> None:
-    """Make optimizers that cannot train shards raise OptionError at their first step on such parameters."""
+    """Make optimizers that cannot train shards raise OptionError at their first step on shards."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
     for name in ELEMENTWISE:
         step_on_shards(getattr(torch.optim, name))
@@ -179,7 +179,7 @@ def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool
 
 
 def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return by how much an optimizer changes test matrices in three steps.
+    """Return the changes that an optimizer makes to test matrices in three steps.
 
     Args:
         elements: determine the values and gradients of each matrix.

@@ -127,8 +127,8 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
     """Make the loaded stages divide the sum of losses by `num_tokens`. A collective call.
 
-    Raises InputError on every rank if the loss is not a mean over labels, or if this batch has more than `num_tokens`
-    labels.
+    Raises InputError on every rank if the loss is not a mean over labels. Raises it too if this batch has more than
+    `num_tokens` labels.
     """
     label_count = program.label_count
     if not isinstance(label_count, LabelCount):

@@ -78,11 +78,11 @@ class SyncMethods:
         """Return the state of the `dp_sync` methods: {"steps": ..., "name.error": tensor, ...}.
 
         Save it with the model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh. If a tensor
-        differs between data ranks, it has the shape [data ranks, *shape]. State with the units of a gradient is scaled
-        as the gradient of one rank's mean loss.
+        differs between data ranks, it has the shape [data ranks, *shape]. State in units of a gradient is scaled as
+        the gradient of one rank's mean loss.
 
         Args:
-            data_ranks: number of data ranks that saved the checkpoint, if it is loaded on a different number of data
+            data_ranks: number of data ranks that saved the checkpoint. Pass it if you load on another number of data
                 ranks.
 
         Example:
@@ -98,7 +98,7 @@ class SyncMethods:
     def load_dp_sync_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `dp_sync_state_dict`, after the model's state.
 
-        If a different number of data ranks saved it, each rank takes the mean over those ranks. Raises CheckpointError
-        if the state does not fit the module's `dp_sync`.
+        If another number of data ranks saved it, each rank loads the mean over the ranks that saved it. Raises
+        CheckpointError if the state does not fit the module's `dp_sync`.
         """
         self._sync_with_methods(self._traced("load_dp_sync_state_dict()")).load_state_dict(state)

@@ -1,8 +1,8 @@
 """Deferred initialisation: run a constructor with few parameters in memory, and keep only shards.
 
-The constructor runs unmodified, with the random numbers of a run on one device. When it proceeds to the next
-parameters, earlier parameters are freed, and only this rank's shards of them are kept. If the constructor fills a
-parameter again (transformers does so at the end), the parameter gets new memory.
+The constructor runs unmodified, with the random numbers of a run on one device. While it fills some parameters,
+earlier parameters are freed, except this rank's shards of them. If the constructor fills a freed parameter again
+(transformers does so at the end), the parameter gets new memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a model's constructor from the current state of torch's CPU generator. The state is restored.
+    """Runs a model's constructor from the current state of torch's CPU generator.
+
+    Afterwards the state is restored.
 
     Args:
         draws_matter: random values in buffers must equal those of a run on one device.
@@ -127,8 +129,8 @@ class Constructor:
     def _run_on_meta(self, draws_matter: bool) -> bool:
         """Run the constructor with meta parameters, to find its buffers and the order of its parameters.
 
-        Returns False if buffers can differ from those of a real run. That is the case if the constructor reads values
-        of parameters or draws random numbers.
+        Returns False if buffers can differ from those of a real run, because the constructor reads values of
+        parameters or draws random numbers.
         """
         parameters: list[nn.Parameter] = []
 
@@ -165,7 +167,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A registered parameter: its index, and, when its memory is freed, its shards."""
+    """A registered parameter: its index, and its shards once its memory is freed."""
 
     number: int
     parameter: nn.Parameter
@@ -180,7 +182,7 @@ class _OneAtATime(TorchDispatchMode):
 
     Attributes:
         order: names of each parameter, in order of registration.
-        shard: function that computes which shards of a parameter to keep.
+        shard: function that computes the shards of a parameter that this rank stores.
         problem: reason why the constructor cannot run in this mode, or "".
     """
 
@@ -194,7 +196,7 @@ class _OneAtATime(TorchDispatchMode):
         self.problem = ""
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Start to manage the memory of a parameter. Hook that runs when a module registers the parameter."""
+        """Start to manage the memory of a parameter. Called when a module registers the parameter."""
         if parameter is None or parameter.is_meta or _storage(parameter) in self._tracked:
             return
         self.registered.append(parameter)
@@ -213,7 +215,7 @@ class _OneAtATime(TorchDispatchMode):
                 fills = name in _FILLS and tensor is args[0] and not any(tensor is other for other in tensors[1:])
                 is_full = tensor.numel() == self._tracked[key].parameter.numel()
                 if key not in self._open and not (fills and is_full):
-                    self.problem = f"its constructor returns to a parameter of {list(tensor.shape)} ({name})"
+                    self.problem = f"its constructor uses an earlier parameter of {list(tensor.shape)} again ({name})"
                     raise ReadsEarlier
             self._use(list(used))
         return func(*args, **(kwargs or {}))
@@ -267,7 +269,7 @@ class _OneAtATime(TorchDispatchMode):
 def _trim_memory() -> None:
     """Return freed memory to the operating system.
 
-    glibc keeps freed blocks of up to 32 MB, and does not reuse aligned ones.
+    glibc keeps freed blocks of up to 32 MB, and does not reuse aligned blocks.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -291,7 +293,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
-    """Return for each parameter a tuple of its names in the model, () if the model lacks it."""
+    """Return a tuple of names in the model for each parameter; () for a parameter that the model lacks."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,8 +1,9 @@
 """Lazy tensors: tensors of known shape that stay in files. Rectangular slices of them can be read.
 
-A model library converts a checkpoint to its model by calling functions of torch: it stacks experts, concatenates gate
-and up, splits a fused projection, or transposes. A `LazyTensor` implements these functions and returns another
-`LazyTensor`. So the library's own code determines where every element of the model is stored in the files.
+A model library converts a checkpoint to its model by calling functions of torch. For example, it stacks experts,
+concatenates gate and up projections, splits a fused projection, or transposes. A `LazyTensor` implements these
+functions and returns another `LazyTensor`. So the library's own code determines where every element of the model is
+stored in the files.
 """
 
 from __future__ import annotations
@@ -153,7 +154,6 @@ class _Stacked(LazyTensor):
 
 
 def _common(values: Sequence[Any]) -> Any:
-    """Return the value that all entries equal. Raises UnsupportedByLazyTensor if entries differ."""
     if not values or any(value != values[0] for value in values):
         raise UnsupportedByLazyTensor(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
     return values[0]

@@ -53,7 +53,7 @@ class WeightSource(Protocol):
         """{name: tensor} of buffers and of tensors that are plain attributes."""
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's shard) of parameters, on the host."""
+        """Yield (name, this rank's shard) of parameters, in CPU memory."""
 
 
 class Weights:
@@ -82,7 +82,7 @@ class Weights:
             self.subject = (SUBJECT, str(error))
 
     def check(self) -> None:
-        """Raise the error in `problem`, if any."""
+        """Raise the error in `problem`, if it is not None."""
         if self.problem is not None:
             raise self.problem
 
@@ -92,7 +92,7 @@ class Weights:
         return None if model is None or parameter is None else (model, parameter)
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's shard) of parameters, on the host in the model's dtype."""
+        """Yield (name, this rank's shard) of parameters, in CPU memory and in the model's dtype."""
         for name, value in self._origin.read(cuts):
             yield name, value.to(self._dtypes[name])
 
@@ -190,7 +190,8 @@ class Checkpoint:
     def _match(self, model: nn.Module) -> tuple[dict[str, LazyTensor], list[str]]:
         """Match tensors of the files with tensors of the model.
 
-        Returns {name in the model: tensor in the files}, and the names in the files that the model lacks.
+        Returns {name in the model: tensor in the files}, and a list of names that are in the files but not in the
+        model.
         """
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
@@ -198,7 +199,9 @@ class Checkpoint:
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
-        """Record the file tensor of each tensor of the model. A tied tensor can have any of its names.
+        """Record the file tensor of each tensor of the model.
+
+        The files may have a tied tensor under any of its names.
 
         Returns the names of tensors that the files lack.
         """
@@ -254,7 +257,7 @@ def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _misfits(name: str, tensor: LazyTensor, expected: Tensor) -> Iterator[str]:
-    """Yield a text if a tensor of the files differs from the model's in shape or incompatible dtype."""
+    """Yield a text for each tensor of the files whose shape or dtype does not fit the model."""
     if tensor.shape != tuple(expected.shape):
         yield f"'{name}' is {list(tensor.shape)}, in the model {list(expected.shape)}"
     elif tensor.dtype != expected.dtype and not {tensor.dtype, expected.dtype} <= FLOATS:
@@ -278,7 +281,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
-    """Return a warning about tensors whose dtype is converted on loading, as a list of at most one text."""
+    """Return a warning about tensors whose dtype is converted on loading, as a list with one text or none."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
@@ -295,7 +298,11 @@ def _is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[str]:
     name = type(model).__name__
-    return [f"{name} has no place for some of the checkpoint at {path}, left out: {listing(extra)}."] if extra else []
+    return (
+        [f"{name} lacks some tensors of the checkpoint at {path}, which are not loaded: {listing(extra)}."]
+        if extra
+        else []
+    )
 
 
 def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Module:

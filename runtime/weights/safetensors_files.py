@@ -28,7 +28,7 @@ _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.sta
 class SafetensorsFiles:
     """Lazy tensors of a checkpoint, by their names in the files.
 
-    Use it as a context manager around reads; it closes the files at the end. Raises CheckpointError if nothing can be
+    Use it as a context manager around reads; it closes the files at the end. Raises CheckpointError if no file can be
     read, or if a file is incomplete.
 
     Args:

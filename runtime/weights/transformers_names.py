@@ -1,7 +1,7 @@
 """Find the tensors of a transformers model in a checkpoint, by transformers' table of conversions.
 
-`from_pretrained` renames the tensors of a checkpoint and converts them: it stacks experts, or fuses gate and up. This
-file calls the same conversion functions with lazy tensors.
+`from_pretrained` renames the tensors of a checkpoint and converts them; for example, it stacks experts, or fuses gate
+and up projections. This file calls the same conversion functions with lazy tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
-    """Return {name in the model's state dict: lazy tensor}, and checkpoint names that the model lacks.
+    """Return {name in the model's state dict: lazy tensor}, and checkpoint names that it lacks.
 
     Raises CheckpointError if a conversion changes values instead of only moving elements.
     """

@@ -167,7 +167,7 @@ def differ_by_one(mesh):
 def test_ranks_whose_generators_differ_are_told():
     text = (
         "the ranks' random generators are not in the same state\n  why    with rng='exact' every rank draws the "
-        "numbers of the whole batch itself\n  try    torch.manual_seed(0) on every rank, and no random "
+        "random numbers of the global batch\n  try    torch.manual_seed(0) on every rank, and no random "
         "draws on single ranks afterwards; or rng='fast'"
     )
     assert dist.run_ranks(differ_by_one, 2, "tp2") == [text, text]

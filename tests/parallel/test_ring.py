@@ -152,7 +152,7 @@ def test_what_is_sent_is_what_the_plan_says(name, mesh):
         assert found == expected
 
 
-OTHER = "a ring needs scaled_dot_product_attention without dropout, and this is another product"
+OTHER = "ring attention needs scaled_dot_product_attention without dropout, and this is another operator"
 
 
 @pytest.mark.parametrize(("made", "why"), [

@@ -400,3 +400,8 @@ def alternating(mesh):
 def test_batches_with_and_without_padding_in_turn(mesh):
     written = run_ranks(alternating, 2, mesh)
     assert any(count > 1 for counts in written for count in counts)
+
+
+def test_a_batch_as_large_as_its_sequences_is_no_sequence():
+    model, batch = zoo.bert(num_layers=1, rows=8, seq=8)  # `arange(8)` numbers the rows and the positions
+    assert autopart.verify(model, "dp2", example_kwargs=batch).ok

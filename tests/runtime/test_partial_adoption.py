@@ -203,7 +203,7 @@ def through_a_pipeline():
 def test_no_gradient_comes_through_a_pipeline():
     assert set(dist.run_ranks(through_a_pipeline, 2)) == {
         "InputError: the input x needs a gradient\n  why    no gradient is returned through a pipeline\n"
-        "  try    x.detach(), or a mesh without pp and microbatches=1"
+        "  try    x.detach(); or microbatches=1 and a mesh without pp"
     }
 
 

@@ -305,7 +305,7 @@ def test_what_reads_memory_is_refused():
         dist.run_ranks(refusals, 2, timeout_s=TIMEOUT_S)
         == [
             """data_ptr() is not supported on '0.weight', of which this rank holds a shard
-  why    the memory holds a shard
+  why    the memory has only this rank's shard
   try    p.to_local() for this rank's values, p.full_tensor() or pm.full_state_dict() for all"""
         ]
         * 2

@@ -249,13 +249,13 @@ class Fused(Attention):
 
 
 REFUSED = {
-    ("cp2", "ring"): """create_graph=True with ring attention
-  why    what comes by in its backward has no gradient of its own
+    ("cp2", "ring"): """create_graph=True is not supported with ring attention
+  why    its backward exchanges tensors between ranks, and this exchange cannot be differentiated
   try    context="ulysses" or context="gather\"""",
-    ("dp2", "dp_sync"): """create_graph=True with dp_sync='top_k:0.5'
+    ("dp2", "dp_sync"): """create_graph=True is not supported with dp_sync='top_k:0.5'
   why    ranks synchronise gradients when a backward has ended, and that has no derivative
   try    dp_sync='all_reduce'""",
-    ("dp2", "no_sync"): """create_graph=True with gradients of parameters inside no_sync()
+    ("dp2", "no_sync"): """create_graph=True is not supported with gradients of parameters inside no_sync()
   why    each rank has a partial gradient until the last call reduces them
   try    this call outside of no_sync()""",
 }

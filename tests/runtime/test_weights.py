@@ -404,7 +404,9 @@ def test_what_the_model_has_no_place_for_is_left_out_and_listed(tmp_path: Path) 
     found, notes = said(lambda: on_one(on_meta("plain"), tmp_path))
     assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
     listed = ", ".join(f"'other.{i:02}'" for i in range(8))
-    assert notes == [f"Plain has no place for some of the checkpoint at {tmp_path}, left out: {listed} and 2 more."]
+    assert notes == [
+        f"Plain lacks some tensors of the checkpoint at {tmp_path}, which are not loaded: {listed} and 2 more."
+    ]
 
 
 @pytest.mark.whole

@@ -146,7 +146,7 @@ def test_the_models_checkpoints_are_the_plans_choice_until_another_is_asked_for(
     model, x = built("whole", True, 2)
     plan = autopart.plan(model, "tp2", example_args=(x,))
     assert plan.recompute == {"h.0": "full", "h.2": "full"}
-    assert "the model's own checkpoints are kept: the backward recomputes h.0, h.2" in plan.notes
+    assert "the model's own checkpoints are followed: the backward recomputes h.0, h.2" in plan.notes
     assert Plan.from_json(plan.to_json()).recompute == plan.recompute
     asked = autopart.plan(model, "tp2", example_args=(x,), recompute="none")
     assert asked.recompute == "none"
@@ -158,7 +158,9 @@ def test_a_checkpoint_of_a_part_is_not_kept_and_the_plan_says_so() -> None:
     model, x = built("part")
     plan = autopart.plan(model, "tp2", example_args=(x,))
     assert plan.recompute == "none"
-    assert [n for n in plan.notes if n.startswith("the model's own checkpoints of h.0.up, h.1.up, h.2.up: not kept")]
+    assert [
+        n for n in plan.notes if n.startswith("autopart ignores the model's own checkpoints of h.0.up, h.1.up, h.2.up")
+    ]
 
 
 def test_the_users_own_model_still_checkpoints_after_a_trace() -> None:

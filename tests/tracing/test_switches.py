@@ -71,7 +71,7 @@ class ForGood(nn.Linear):
 
 
 def test_a_parameter_that_stays_frozen_is_refused():
-    with pytest.raises(TraceError, match=r"forward\(\) freezes a parameter and leaves it so"):
+    with pytest.raises(TraceError, match=r"forward\(\) freezes a parameter and does not undo it"):
         autopart.plan(ForGood(8, 8), "tp2", example_args=(torch.randn(4, 8),))
 
 

@@ -1,11 +1,11 @@
 """A user's `torch.autograd.Function` as one operator of a trace, with the Function's own backward.
 
 While a model is traced, `Function.apply` calls a custom operator in the namespace `autograd_function`, with one
-overload for every class and signature. The operator runs the Function; its backward runs the Function again, with
-gradients. The operator has no sharding rule, so it is replicated until the user registers one.
+overload for every class and signature. The operator runs the Function. Its backward runs the Function again, with
+gradients. The operator has no sharding rule, so it is replicated until the user registers a rule.
 
-The Function is also traced alone, forward and backward. A Function that draws random numbers is refused. A Function
-that writes to its inputs gets copies of them, and later uses of such an input are refused.
+The Function is also traced alone, forward and backward. A Function that draws random numbers is rejected. A Function
+that writes to its inputs gets copies of them, and later uses of such an input are rejected.
 
 If both traces contain only pointwise operators on tensors of one shape, the traced operators replace the custom
 operator: they are correct on any shard. The custom operator also gets torch's tag `pointwise`.
@@ -57,8 +57,8 @@ class UserFunction:
     """An autograd.Function together with all arguments of one call, except the tensors.
 
     `arguments`: the call's arguments, with `Tensor` in place of each tensor. `dtypes`: the dtypes of the call's
-    tensors. If `verify` runs the Function in float64, tensors that the Function creates are float64 as well. `written`:
-    indices of the tensors that the Function writes to. The Function gets copies of them.
+    tensors. If `verify` runs the Function in float64, tensors that the Function creates are float64 as well.
+    `written`: indices of the tensors that the Function writes to. The Function gets copies of these tensors.
     """
 
     function: Any
@@ -176,7 +176,8 @@ def apply_as_operator(
     Raises LostInTrace for a call that cannot be one operator.
 
     Args:
-        spend: called for each tensor that the Function writes to; returns True if later uses of it can be refused.
+        spend: called for each tensor that the Function writes to. It returns True if later uses of the tensor can be
+            rejected.
     """
     if _running.get() or not is_of_a_model(function):
         return apply(function, *args, **kwargs)
@@ -248,9 +249,9 @@ def _a(value: Any) -> str:
 
 
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
-    """Return the custom operator for a Function and its arguments. It is registered on first use.
+    """Return the custom operator for a Function and its arguments. The first call registers it.
 
-    Its name and overload are formed from names, values and shapes, so they are equal in all processes. A number is
+    Name and overload are formed from names, values and shapes, so they are equal in all processes. A number is
     added only if another class in this process has the same name.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
@@ -342,7 +343,6 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the version counter of each tensor, which increases with each in-place write."""
     return [t._version for t in tensors]
 
 
@@ -359,7 +359,7 @@ def _returned(trace: fx.GraphModule) -> Sequence[Any]:
 
 
 def _without_views(trace: fx.GraphModule) -> None:
-    """Remove views that do not change the shape, and unused calls."""
+    """Remove views that keep the shape, and unused calls, from a traced graph."""
     for node in _calls(trace):
         if operator_name(node) in _VIEWS and value(node).shape == value(node.args[0]).shape:
             node.replace_all_uses_with(node.args[0])

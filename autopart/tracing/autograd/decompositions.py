@@ -85,7 +85,7 @@ def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
     """Sum or average the looked-up rows of each bag. `starts`: index of the first row of each bag.
 
     Args:
-        counted: boolean per row: False if the row is left out of the divisor of a mean.
+        counted: boolean per row: False if a mean does not count the row in its divisor.
     """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, places, right=True) - 1
@@ -130,7 +130,7 @@ def _multi_margin_loss(
 ) -> Tensor:  # fmt: skip
     """Compute `F.multi_margin_loss` with a zero gradient at a margin of zero.
 
-    The gradient of torch's decomposition is that of `clamp_min`, which is not zero there.
+    Torch's decomposition uses `clamp_min`, whose gradient is not zero there.
     """
     if size_average is not None or reduce is not None:
         return F.multi_margin_loss(input, target, p, margin, weight, size_average, reduce, reduction)
@@ -181,7 +181,7 @@ def _unique_consecutive(
 
 
 def _rows(input: Tensor, dim: int | None) -> Tensor:
-    """Return the items that `unique` compares, as rows: single elements, or slices along `dim`."""
+    """Return the items that `unique` compares: single elements, or slices along `dim`."""
     return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
 
 
@@ -207,7 +207,6 @@ def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _asked_for(
     input: Tensor, dim: int | None, distinct: Tensor, number: Tensor, inverse: Tensor | None, counts: bool
 ) -> Any:
-    """Return the requested results of `unique`: distinct rows, inverse indices, counts."""
     answer = [distinct if dim is None else distinct.movedim(0, dim)]
     if inverse is not None:
         answer += [inverse.view(input.shape) if dim is None else inverse]
@@ -268,7 +267,7 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
-    """Make a tensor of a list with 0-d tensors as entries, whose values `torch.tensor` would read."""
+    """Make a tensor of a list that contains 0-d tensors, whose values `torch.tensor` would read."""
     if not isinstance(data, (list, tuple)) or not any(True for _ in tensors_in(data)):
         return torch.tensor(data, **options)
     entries = [entry.detach() if isinstance(entry, Tensor) else _tensor(entry) for entry in data]

@@ -1,10 +1,10 @@
 """Operators of a forward that calls `torch.autograd.grad`, in forms that can be differentiated twice.
 
-`torch.export` records a composite operator such as `softmax` or `matmul` as one node. Its backward reads tensors that
-the operator computed inside and that have no node. So composite operators on values with a gradient are recorded as
-the operators that they consist of. Fused operators whose backward reads statistics (a layer norm's mean) or has no
-derivative (an attention kernel's backward) are recorded as plain operators: their derivatives of any order are
-operators with sharding rules.
+`torch.export` records a composite operator such as `softmax` or `matmul` as one node. The backward of the operator
+reads intermediate tensors that have no node. So composite operators on values with a gradient are recorded as the
+operators that they consist of. Some fused operators have a backward that reads statistics (a layer norm's mean) or has
+no derivative (an attention kernel). These operators are recorded as plain operators, whose derivatives of any order
+have sharding rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def differentiable_operators(twice_only: dict[str, None]) -> AbstractContextMana
     """Record the operators of a trace in differentiable forms, inside a `with` block.
 
     Args:
-        twice_only: receives the names of operators whose third derivative is wrong in eager PyTorch: its formula for
+        twice_only: receives the names of operators whose third derivative is wrong in eager PyTorch. Their formula for
             the second derivative treats the mean and the standard deviation as constants.
     """
 

@@ -37,7 +37,7 @@ class _Differentiates(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Function mode in a transform that marks each `detach` of the model's own code.
+    """Function mode in a `torch.func` transform that marks each `detach` of the model's own code.
 
     Raises LostInTrace for `no_grad()`.
     """
@@ -182,7 +182,7 @@ def _backward_forms() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _is_fused(name: str, target: Any) -> bool:
-    """Return True for a backward operator whose own gradient torch does not have in every case."""
+    """Return True for a backward operator that torch cannot differentiate in every case."""
     is_kept = name in _KEPT or torch.Tag.pointwise in getattr(target, "tags", ())
     return name.endswith(("_backward", "_backward_data")) and not is_kept
 

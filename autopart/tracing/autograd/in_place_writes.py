@@ -129,7 +129,7 @@ def _windows(node: fx.Node, view: fx.Node, count: int, size: int, step: int, is_
     A window of the view can have more than `size` elements.
 
     Args:
-        step: distance from the start of a window to the start of the next, in elements.
+        step: distance in elements between the starts of two consecutive windows.
     """
     graph = node.graph
     if size == 1:
@@ -186,13 +186,13 @@ def _base(node: fx.Node) -> fx.Node | None:
 
 
 def _memory(node: fx.Node) -> set[int]:
-    """Return the storages of a node's results. Values inside of `vmap` have none."""
+    """Return the storages of a node's results; empty for values inside of `vmap`."""
     tensors = [v for v in tuple_values(node) if isinstance(v, Tensor) and v.layout is torch.strided]
     return {tensor.untyped_storage()._cdata for tensor in tensors if not is_batched(tensor)}
 
 
 def _chain(node: fx.Node, bases: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Yield a view, the tensor that it is a view of, and so on up to the tensor that owns the memory."""
+    """Yield a view, the tensor that it is a view of, and so on, up to the tensor that owns the memory."""
     yield node
     while node in bases:
         node = bases[node]

@@ -104,7 +104,7 @@ class _Placed(TorchFunctionMode):
         return self.device.type == "cuda" if func == _IS_CUDA else result
 
     def _indices(self, index: Any) -> Any:
-        """Return an index in which masks of known values are replaced by the indices that they select."""
+        """Return an index in which boolean masks of known values are replaced by the indices that they select."""
         parts: list[Any] = []
         for part in index if type(index) is tuple else (index,):
             is_mask = isinstance(part, Tensor) and _IS_META(part) and part.dtype == torch.bool
@@ -114,7 +114,10 @@ class _Placed(TorchFunctionMode):
 
 
 class _Listed(int):
-    """An entry of `tensor.tolist()`: the integer 0. An `if` that compares the entry runs its body."""
+    """Entry of `tensor.tolist()`: the integer 0.
+
+    Comparisons in an `if` return True, so that its body runs.
+    """
 
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[_Listed, Any], bool]:

@@ -2,7 +2,7 @@
 
 A composite operator such as `linear` is one node of a trace. Its backward uses tensors that have no node, mostly views
 of an input such as `weight.t()`. Other backwards use the operator's output, which autograd returns as a new tensor
-object without a node. torch would treat tensors without a node as constants of the trace.
+object without a node. Torch would treat tensors without a node as constants of the trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def saved_views() -> Iterator[None]:
-    """Add trace nodes for operator inputs that have none, if they are views of traced tensors.
+    """Add trace nodes for views of traced tensors that have no node, if an operator reads them.
 
     Applies to the operators that run in a `with` block.
     """
@@ -47,7 +47,7 @@ def saved_views() -> Iterator[None]:
 def _lost(function: Any) -> LostInTrace:
     return LostInTrace(
         "the forward takes a gradient that cannot be traced",
-        f"{getattr(function, '__name__', function)} reads a tensor that is no result of an operator of the trace",
+        f"{getattr(function, '__name__', function)} reads a tensor that no operator returned in the trace",
         "plain operations in the differentiated function, or the gradient outside of the model",
         Refusal.GRADIENT,
     )
@@ -69,7 +69,7 @@ def _adopt(tracing: Tracing, tensor: Tensor) -> None:
 
 
 def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
-    """Return True if `tensor` is `base` itself, or the result of one operator on it, in autograd's graph."""
+    """Return True if autograd's graph shows that `tensor` is `base` or the result of one operator on it."""
     if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
         return False
     if tensor.is_leaf and tensor.requires_grad:  # torch.zeros(..., requires_grad=True) copies the tensor that it makes

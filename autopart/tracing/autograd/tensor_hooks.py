@@ -1,8 +1,8 @@
 """`tensor.register_hook(hook)` in a forward: the hook becomes the backward of an identity operator.
 
 A hook gets the gradient of all uses of its tensor, including uses before the hook was registered. So every use of the
-tensor in the trace is changed to use the output of the identity operator. This operator is made from an
-autograd.Function (`autograd_functions.py`): a pointwise hook runs on shards, any other hook on the full gradient.
+tensor in the trace is changed to use the output of the identity operator. This operator is an autograd.Function
+(`autograd_functions.py`). A pointwise hook therefore runs on shards, any other hook on the full gradient.
 """
 
 from __future__ import annotations

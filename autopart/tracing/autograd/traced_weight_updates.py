@@ -46,7 +46,7 @@ def with_weight_updates(traced: Trace, name: str) -> Trace:
 
 
 def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> WeightUpdate:
-    """Remove the computation of a parameter's new value from the graph, and return it as a WeightUpdate."""
+    """Remove the computation of a parameter's new value from the graph. Return it as a WeightUpdate."""
     new = new.all_input_nodes[0] if operator_name(new) == "aten::detach" else new
     (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter and node.users)
     if (scaled := _row_norms(graph, weight, new)) is not None:
@@ -74,8 +74,8 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
 def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
     """Return the update of an embedding table that only `max_norm=` changes; None for any other update.
 
-    Each look-up rescales the rows that it reads whose norm is above `max_norm`. Rescaling a row a second time does not
-    change it. So the rows of all look-ups can be rescaled before the graph runs.
+    A look-up rescales those of its rows whose norm is above `max_norm`. Rescaling a row again does not change it. So
+    the rows of all look-ups can be rescaled before the graph runs.
     """
     lookups, node, steps = list[fx.Node](), new, {weight}
     while node is not weight:

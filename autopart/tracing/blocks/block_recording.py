@@ -1,6 +1,6 @@
 """Recording of one call of a block (a repeated layer) in a trace, to compare later calls with it.
 
-The compared block runs its own Python on tensors with the recorded metadata. Some side effects do not show in the
+The compared block runs its own Python on tensors with the recorded metadata. Some side effects are not visible in the
 inputs and outputs of a block: writes to inputs, changed attributes, Python's random numbers (`State`), and tensors
 stored outside of the block (`leaked`). A block with such a side effect is neither recorded nor compared.
 """
@@ -54,7 +54,7 @@ class _RecordedStep:
 class Template:
     """A recorded block, with which later blocks are compared.
 
-    The tensors of a block are numbered: first the tensors that it is passed, then the results of its operators.
+    The tensors of a block are numbered: first the tensors that are passed to it, then the results of its operators.
 
     `reads`: the tensors that each operator call reads, as `Ref`s. `leaves`: comparison keys of the block's results.
     `parts`: (number, `Ref`) of each tensor that code after the block uses, results first.
@@ -90,7 +90,7 @@ class Template:
 
 
 class RecordedCall:
-    """One call of a block. `given`: its distinct tensors (arguments, parameters, buffers).
+    """One call of a block. `given`: the different tensors that it gets (arguments, parameters, buffers).
 
     `key`: comparison key of the call's arguments, parameters and global modes. Two calls are compared further only if
     their keys are equal.
@@ -301,7 +301,7 @@ class Replay(_Comparing):
         return any(ref() is not None for ref in self.own) or self.template.leaked()
 
     def is_alike(self, output: Any) -> bool:
-        """Return True if all operator calls and results of the block equal the recorded ones."""
+        """Return True if all operator calls and results of the block equal those of the recorded block."""
         leaves, spec = tree_flatten(output)
         try:
             spelt = [_spelt(leaf, self.place_of) for leaf in leaves]
@@ -364,7 +364,7 @@ def frames_to(frame: Any, stop: Any) -> tuple:
 
 
 def _ambient(tensors: Sequence[Tensor]) -> tuple:
-    """Return the global modes that change how operators run, such as grad mode and autocast."""
+    """Return the global modes that determine how operators run, such as grad mode and autocast."""
     kinds = sorted({"cpu", "cuda", *(tensor.device.type for tensor in tensors)})
     casts = [
         (kind, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))

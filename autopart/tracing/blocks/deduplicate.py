@@ -1,10 +1,10 @@
 """Deduplication of equal blocks in the trace of a deep model.
 
-Equal blocks that `RepeatedBlocks` found form a chain: each reads the result of the previous block, its own parameters,
-and values that all blocks read. The first three blocks of a chain, the last three and one middle block stay in the
-graph; all others are removed. The middle block represents the removed blocks: its layouts, programs and counts apply
-to each of them. If pipeline stages begin inside a chain, the blocks next to each boundary stay too, and each stage has
-its own representative.
+Equal blocks that `RepeatedBlocks` found form a chain: each block reads the result of the previous block, its own
+parameters, and values that all blocks read. The first three blocks of a chain, the last three and one middle block
+stay in the graph; all others are removed. The middle block represents the removed blocks: its layouts and programs
+apply to each of them. If pipeline stages begin inside a chain, the blocks next to each boundary stay too, and each
+stage has a separate representative.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
 
 
 def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
-    """Return True if the operators of all blocks of a chain are consecutive in the graph."""
+    """Return True if the operators of all blocks of a chain are adjacent in the graph."""
     calls = [node for block in chain for node in block.calls]
     order = [node for node in graph.nodes if node.op == "call_function"]
     start = order.index(calls[0])
@@ -190,7 +190,6 @@ def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tupl
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    """Return True if two nodes have results with equal metadata."""
     if node.meta.get("val") is other.meta.get("val"):
         return True
     pairs = zip(tuple_values(node), tuple_values(other), strict=False)

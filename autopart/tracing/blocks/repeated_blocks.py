@@ -64,7 +64,7 @@ class _Repeat:
 
 
 class RepeatedBlocks:
-    """Modules of a model that are possibly equal blocks, and what was traced of them."""
+    """Modules of a model that may be equal blocks, and the blocks that were traced already."""
 
     def __init__(self, model: nn.Module, known: ConcreteConstants):
         self.known = known
@@ -229,7 +229,7 @@ def base_name(node: fx.Node) -> str:
 
 
 def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str, tuple[str, str]]:
-    """Return a node's module stack with the path of one block replaced by the path of another block."""
+    """Return a node's module stack, with the path of one block replaced by the path of another block."""
     return {
         key.replace(old, new) if relative_path(path, old) != path else key: (relative_path(path, old, new), kind)
         for key, (path, kind) in stack.items()

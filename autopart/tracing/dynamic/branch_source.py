@@ -154,7 +154,7 @@ def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
 
 
 class _OnlyWrites:
-    """Analysis of skippable statements: `only` is True if their only effect is writes to tensor elements."""
+    """Analysis of skippable statements: `only` is True if they do nothing but write to tensor elements."""
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:
         self.may_continue = isinstance(by.body[0], ast.Continue)  # all that is left of the loop is skipped
@@ -169,7 +169,7 @@ class _OnlyWrites:
         return all(self._writes(statement, in_loop) for statement in statements)
 
     def _perhaps(self, statements: Sequence[ast.stmt], in_loop: bool) -> bool:
-        """Analyze statements that may not run: variables that they assign do not count as assigned afterwards."""
+        """Analyze statements that may not run. Variables that they assign count as unassigned afterwards."""
         before = set(self.made)
         writes = self._all(statements, in_loop)
         self.made = before

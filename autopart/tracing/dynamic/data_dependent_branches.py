@@ -1,8 +1,8 @@
 """Writes that a model skips depending on values: `if mask.any(): y[mask] += expert(x[mask])`.
 
 A graph has no branches. If the skippable code only writes to elements of tensors (`branch_source.py`), the code is
-traced as if it ran. A marker node is inserted before the code and another after it. The first marker has the condition
-as an argument.
+traced as if it ran. A marker node is inserted before the code and another marker node after it. The first marker has
+the condition as an argument.
 
 When the model would skip the code, the program must select no elements in it. Either the condition implies that the
 mask is false everywhere, or the mask is combined with the condition. A final check makes sure that the skippable code
@@ -56,7 +56,7 @@ class DataDependentBranches:
         self.turns = 0
 
     def go_on(self) -> None:
-        """Insert the end marker of skippable code when Python has finished the code's last line.
+        """Insert the end marker of skippable code when Python has run the last line of the code.
 
         Call this before every torch function.
         """
@@ -144,7 +144,9 @@ class Marks:
         return node.target in (_BEGINS, _ENDS)
 
     def guarded(self, mask: fx.Node, combine: Callable[[fx.Node, fx.Node], fx.Node]) -> fx.Node:
-        """Return a mask for the current node that is also false everywhere if the model skips the node.
+        """Return the mask of the current node, ANDed with the condition under which the model runs the node.
+
+        If the model skips the node, the result is false everywhere, so the node selects no elements.
 
         Args:
             combine: function that adds the logical AND of two masks to the graph.
@@ -181,7 +183,7 @@ class _CountOf(NamedTuple):
 def _root(node: fx.Node) -> fx.Node:
     """Follow casts and views back to the value that they were computed from.
 
-    The returned value has a nonzero element if and only if `node` has one.
+    The returned value has a nonzero element if and only if `node` has a nonzero element.
     """
     while True:
         name = operator_name(node).removeprefix("aten::")
@@ -320,7 +322,7 @@ class _SkippedCode:
         return any(one in self.nothing or one in self.masks for one in written)
 
     def _is_as_before(self, node: fx.Node) -> bool:
-        """Return True if a value is the same whether or not the model skips this code."""
+        """Return True if a value is equal whether or not the model skips this code."""
         while node in self.inside:
             if operator_name(node).removeprefix("aten::") not in _SAME_TRUTHS and not self._writes_nothing(node):
                 return False

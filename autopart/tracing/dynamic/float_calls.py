@@ -1,8 +1,8 @@
 """`float(tensor)` and `int(tensor)` in a model's code, traced as `tensor.item()`.
 
 Python requires `float()` to return a float, but a trace has only a symbolic scalar. So during a trace, Python modules
-that call `float(tensor)` get a replacement of `float` as a global. It differs from `float` only for traced tensors and
-symbolic scalars. `int` is replaced in the same way.
+that call `float(tensor)` get a replacement of `float` as a global. The replacement differs from `float` only for
+traced tensors and symbolic scalars. `int` is replaced in the same way.
 """
 
 from __future__ import annotations

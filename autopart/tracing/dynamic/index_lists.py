@@ -1,7 +1,7 @@
 """Lists of indices that MoE code makes with `tolist()` and indexes by: `x[None, top_x.tolist()]`.
 
-The length of such a list is data-dependent, so a trace has no Python list. `tolist()` returns a stand-in that accepts
-only indexing; the indexing call then uses the tensor.
+The length of such a list is data-dependent, so a trace has no Python list. `tolist()` returns a stand-in that can only
+be used as an index. The indexing call then uses the tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class IndexList:
 
 
 def as_places(tensor: Tensor) -> IndexList | None:
-    """Return a stand-in for `tolist()` of 1-d integers of data-dependent length; None for other tensors."""
+    """Return a stand-in for `tolist()` of a 1-d integer tensor of data-dependent length; else None."""
     is_open = tensor.ndim == 1 and not isinstance(expression(tensor.shape[0]), int)
     return IndexList(tensor) if is_open and not tensor.is_floating_point() else None
 

@@ -1,10 +1,10 @@
 """Values of the call's inputs that a model's Python reads: lengths, masks, indices.
 
 `n = int(mask.sum(1).max())` and `if mask.any():` depend on inputs alone, and the batch is known before the call. The
-value is computed from the real inputs, and becomes a guard of the program (`ir/run/value_guards.py`): another value is
-another trace. So a value is only read where a symbolic trace is impossible. Numbers that only enter arithmetic stay
-symbolic, and so do sizes of selections. If the trace with symbols is refused, the call is traced again, and the source
-lines that refused it get the real values.
+value is computed from the real inputs, and becomes a guard of the program (`ir/run/value_guards.py`): the call is
+traced again for another value. So a value is only read where a symbolic trace is impossible. Numbers that are used
+only in arithmetic stay symbolic, and so do sizes of selections. If the trace with symbols fails, the call is traced
+again, and the source lines that failed get the real values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InputDecisions:
 
     Attributes:
         guards: the values that Python got.
-        symbolic: {place in the code: whether it reads floats} of reads for which Python got a symbol.
+        symbolic: the reads for which Python got a symbol, as {source location: True if it reads floats}.
     """
 
     def __init__(self, known: ConcreteConstants, check: Callable[[], None]):
@@ -76,7 +76,10 @@ class InputDecisions:
         ]
 
     def answer(self, call: Call, inputs: Sequence[Tensor], frame: FrameType) -> Any:
-        """Return the value that Python gets for a call such as `item()`; UNKNOWN if the trace has to go on."""
+        """Return the value that Python gets for a call such as `item()`.
+
+        Returns UNKNOWN if the trace must handle the call itself.
+        """
         name = getattr(call[0], "__name__", "")
         if name in _ARRAYS and not inputs[0].is_floating_point():
             entries = self.read(frame, Tensor.tolist, inputs[0])

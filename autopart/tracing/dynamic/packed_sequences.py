@@ -1,9 +1,9 @@
 """Packed sequences and recurrent layers on them, as operators on padded sequences.
 
-The data of a packed sequence is the selection of the padded sequence by the mask of valid steps, in time-major order. A
-recurrent layer runs on the padded sequence. A row's final state is its output at its last valid step. The cell state of
-an LSTM is carried over padded steps by an additional input feature that closes the input gate and opens the forget
-gate. The backward direction runs forward on a sequence whose valid steps are reversed.
+The data of a packed sequence is the selection of the padded sequence by the mask of valid steps, in time-major order.
+A recurrent layer runs on the padded sequence. The final state of a sample is its output at its last valid step. An
+additional input feature carries the cell state of an LSTM over padded steps: it closes the input gate and opens the
+forget gate. The backward direction runs forward on a sequence whose valid steps are reversed.
 
 Only the largest length is read as a number (a value guard).
 """
@@ -27,7 +27,7 @@ _GATE = 1e4
 
 
 class _Steps(NamedTuple):
-    """The valid steps of a packed sequence: `mask` [steps, rows], and the number of steps per row."""
+    """The valid steps of a packed sequence: `mask` [steps, samples], and the number of steps per sample."""
 
     mask: Tensor
     lengths: Tensor
@@ -127,7 +127,7 @@ def _batch_sizes(lengths: Tensor, num_steps: int) -> Tensor:
 
 
 def _reversed(padded: Tensor, steps: _Steps) -> Tensor:
-    """Reverse the valid steps of every row."""
+    """Reverse the valid steps of every sample."""
     places = torch.arange(padded.size(0), device=padded.device)[:, None]
     places = (steps.lengths.to(padded.device) - 1 - places).clamp(min=0)
     return padded.gather(0, places[:, :, None].expand_as(padded))

@@ -5,11 +5,12 @@ Examples: `if torch.rand([]) < self.layerdrop: continue`, `if not torch.isfinite
 A single trace fixes the outcome of each condition. So the forward is traced several times: with all outcomes equal,
 with each outcome changed alone, and once with random outcomes. The difference between two traces is the code that one
 branch affects. The final graph computes both sides of each branch, and a random number, equal on all ranks, selects a
-side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more than
-these random numbers, and is refused.
+side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more
+than these random numbers, and is rejected.
 
-A condition on values selects in the same way. The gradient of the other side can be infinite or NaN, and a product with
-zero would keep that. So the inputs of each side receive a gradient only if the side is selected.
+A condition on values selects a side in the same way. The gradient of the side that is not selected can be infinite or
+NaN, and would stay so if multiplied by zero. So the inputs of each side receive a gradient only if the side is
+selected.
 """
 
 from __future__ import annotations
@@ -63,11 +64,14 @@ class RandomBranches:
 
     @property
     def is_full(self) -> bool:
-        """True if a forward has as many branches as can be merged: a loop until a condition has no end."""
+        """True if a forward has the maximum number of branches.
+
+        A loop until a random condition would never end.
+        """
         return self.count >= _MOST
 
     def start(self, answers: Sequence[bool] = ()) -> None:
-        """Begin a trace with these outcomes."""
+        """Begin a trace in which the conditions have these outcomes."""
         self.answers, self.count = tuple(answers), 0
         self.operands.clear()
 
@@ -170,7 +174,7 @@ class _Side:
 
     `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: {node of the
     other trace: equal node of the full trace}, for nodes before the branch. `instead`: {value of the full trace: value
-    of the other trace}, for values that code after the branch reads and that differ.
+    of the other trace}, for values that differ and that code after the branch reads.
     """
 
     number: int
@@ -286,7 +290,9 @@ def _built(
 
 
 class _Guards:
-    """Inputs of the sides of branches on values, with a gradient of zero if the other side is selected.
+    """Inputs of the two sides of a branch on values.
+
+    They get a gradient of zero if their side is not selected.
 
     Args:
         graph: the graph with both sides of every branch, which is being built.
@@ -300,7 +306,7 @@ class _Guards:
         self.has_second = False
 
     def of(self, side: _Side, is_here: bool, source: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return an input of a side. `is_here`: it is the side that the full trace has."""
+        """Return an input of a side. `is_here`: True for the side that the full trace has."""
         if side.number not in self.guarded or not _has_gradient(source):
             return source
         key = side.number, is_here, source
@@ -335,8 +341,8 @@ class _Guards:
     def _second(self, node: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
         """Compute a value a second time, with guards at the inputs of the graph.
 
-        The branch replaces the value by one that does not depend on it. The value's own derivative may be infinite or
-        NaN then, and the condition is known only after the value was computed.
+        The branch replaces the value by a value that does not depend on it. Then the value's own derivative may be
+        infinite or NaN, and the condition is known only after the value was computed.
         """
         again: dict[fx.Node, fx.Node] = {}
         before = ancestors_of([node])

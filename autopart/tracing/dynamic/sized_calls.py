@@ -1,4 +1,4 @@
-"""Calls whose result has a size that depends on tensor values, with that size as an explicit argument.
+"""Calls whose result has a size that depends on tensor values. The size becomes an explicit argument.
 
 Examples: `repeat_interleave(x, counts)`, `one_hot(labels)`, `bincount(labels)`, `zeros(labels.max() + 1)`.
 """
@@ -62,7 +62,6 @@ def _total(counts: Tensor) -> int:
 
 
 def largest(labels: Tensor) -> int:
-    """Return the largest entry of a tensor."""
     return int(labels.max())
 
 
@@ -78,7 +77,7 @@ def with_numbers(func: Callable[..., Any], args: tuple, item: Callable[[Tensor],
 
 
 def with_positions(index: Any) -> Any:
-    """Replace a slice of known length that begins at a symbolic number by positions."""
+    """Replace a slice of known length that begins at a symbolic number by a selection of indices."""
     if type(index) is tuple:
         changed = tuple(map(with_positions, index))
         is_one = sum(isinstance(part, Tensor) for part in changed) == 1

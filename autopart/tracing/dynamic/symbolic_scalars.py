@@ -33,7 +33,7 @@ _IN_FLOAT = {operator.truediv, torch.sym_float, *symbolic_functions()}
 
 
 def is_open(val: Any) -> bool:
-    """Return True for a data-dependent scalar, or a tensor with a data-dependent size."""
+    """Return True for a data-dependent scalar, and for a tensor with a data-dependent size."""
     if isinstance(val, Tensor):
         return not all(isinstance(expression(size), int) for size in val.shape)
     return isinstance(val, _OPEN)

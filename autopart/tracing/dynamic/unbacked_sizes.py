@@ -41,7 +41,7 @@ _NONE, _MEAN = 0, 1
 
 
 def _tensor_of(number: fx.Node) -> fx.Node:
-    """Return a tensor that a number is computed from."""
+    """Return a tensor from which a number is computed."""
     while is_number(number):
         number = number.all_input_nodes[0]
     return number
@@ -190,7 +190,7 @@ class _Rewriter:
         return positions
 
     def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return a mask for a node, changed so that it is false everywhere if the model skips the node."""
+        """Return a node's mask, changed so that it is false everywhere if the model skips the node."""
         return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
@@ -216,7 +216,7 @@ class _Rewriter:
         return self.known[node]
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """Return a node and its ancestors, without those that have a value number already, in graph order."""
+        """Return a node and its ancestors in graph order, without nodes that have a value number."""
         todo, unknown = [node], set[fx.Node]()
         while todo:
             source = todo.pop()
@@ -264,8 +264,8 @@ class _Rewriter:
     def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
         """Return a tensor of these sizes, expanded from values that have the data-dependent sizes.
 
-        At run time, the tensor then has the actual sizes. Returns None if no size is data-dependent, or if no value has
-        one of them.
+        At run time, the tensor then has the actual sizes. Returns None if no size is data-dependent, or if no value
+        has such a size.
         """
         is_open = [not isinstance(size, int) for size in sizes]
         if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
@@ -292,7 +292,6 @@ class _Rewriter:
         return known if isinstance(known, int) else number
 
     def _count(self, line: fx.Node, symbol: Symbol) -> fx.Node | None:
-        """Return the number of selected elements as a tensor."""
         selection = self.selections.get(symbol)
         if selection is None:
             return None

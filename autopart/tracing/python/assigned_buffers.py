@@ -28,7 +28,7 @@ class _BufferMetadata(NamedTuple):
 class AssignedBuffers:
     """Records the buffers that a forward assigns.
 
-    `caches`: buffers that were None and that the forward filled. `are_filled`: if True, the caches are filled before
+    `caches`: buffers that were None and that the forward filled. `are_filled`: True if the caches are filled before
     the forward starts.
     """
 

@@ -1,11 +1,11 @@
 """Constant tensors of a trace, whose values are computed when Python code needs them.
 
 For example, `nn.Transformer` compares a mask with the causal mask, and other models take the maximum of position ids.
-Functions like `torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that
-read only the metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
+Functions like `torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls
+that read only the metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
 
 A tensor in the user's code that is not a parameter, buffer or input is a constant of the trace, too. A forward that
-writes to such a tensor is refused.
+writes to such a tensor is rejected.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _NotRecorded(Exception):
 class ConcreteConstants:
     """The constant tensors of a trace, and the tensors that are computed from its inputs alone.
 
-    For each tensor, the recorded calls that recompute it. `of_model`: parameters, buffers and inputs, whose values can
-    differ in the next call. `read`: the constants whose values Python has read.
+    The object stores, for each tensor, the calls that recompute it. `of_model`: parameters, buffers and inputs, whose
+    values can differ in the next call. `read`: the constants whose values Python has read.
     """
 
     def __init__(self, of_model: Iterable[Tensor] = ()) -> None:
@@ -79,7 +79,7 @@ class ConcreteConstants:
                 self._made[tensor] = InputTensor(place)
 
     def bind_numbers(self, numbers: Sequence[Any]) -> None:
-        """Record the Python numbers that are inputs of the trace: the last inputs that `bind` got."""
+        """Record the Python numbers that are inputs of the trace. They are the last inputs that `bind` got."""
         for place, number in enumerate(numbers, len(self.inputs) - len(numbers)):
             record = ValueCall(Tensor.item, (InputTensor(place),), {}, None, of_inputs=True)
             self.symbols[expression(number)] = record
@@ -177,7 +177,7 @@ class ConcreteConstants:
     def forget(self, written: Sequence[Tensor]) -> None:
         """Record that tensors are written in place: constants that share their memory are no longer constant.
 
-        Tensors that were computed from these constants earlier stay constant.
+        Tensors that were computed from these constants before the write stay constant.
         """
         memory = {memory_of(tensor) for tensor in written}
         self._changing |= memory
@@ -186,7 +186,7 @@ class ConcreteConstants:
     def write(self, call: Call, written: Sequence[Tensor]) -> None:
         """Record a call that writes in place: the recorded tensors that share memory get their new values.
 
-        They are forgotten if the written values are unknown, or if the memory is not of the trace.
+        They are forgotten if the written values are unknown, or if the trace did not allocate the memory.
         """
         if not written:
             return
@@ -268,7 +268,7 @@ class ConcreteConstants:
             self._made[buffer] = form
 
     def reads_buffers(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that is computed from buffers, inputs and constants, at least one a buffer."""
+        """Return True for a tensor that is computed from buffers, maybe together with inputs and constants."""
         if not self.is_recorded(tensor):
             return False
         return bool(_forms_of(ValueProgram([self._made[tensor]])) & {id(form) for _, form in self._held})
@@ -287,7 +287,7 @@ class ConcreteConstants:
 
 
 def views_of(recorded: Any) -> list[Any]:
-    """Return a record and the records of the tensors that it can be a view of, which are first arguments."""
+    """Return a record, and the records of the tensors that it may be a view of (its first arguments)."""
     views = [recorded]
     while isinstance(views[-1], ValueCall) and views[-1].args:
         views.append(views[-1].args[0])
@@ -295,7 +295,7 @@ def views_of(recorded: Any) -> list[Any]:
 
 
 def moved_view(view: Any, root: Any, new: Any) -> Any:
-    """Return the record of a view of `root`, changed to a view of `new`; None if it is no view of `root`."""
+    """Return the record of a view of `root`, changed to a view of `new`; None for other records."""
     views = views_of(view)
     if not any(one is root for one in views):
         return None

@@ -4,7 +4,7 @@ Export marks `torch.no_grad()` regions. It loses these marks inside autocast reg
 and it cannot trace `.data`. `EagerSemantics` writes both `no_grad` and `.data` as `detach` calls, which stay in the
 graph.
 
-`traceable` gives the few torch modules that export cannot trace an equivalent forward.
+`traceable` replaces the forward of the few torch modules that export cannot trace by an equivalent forward.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
+from autopart.tracing.python.size_conditions import SizeCondition, traced_sizes
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
@@ -64,6 +65,7 @@ _OF_METADATA = frozenset(
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
 ) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
 """Functions that do not depend on the grad mode and return no tensor."""
+_OF_SIZE = frozenset({_TENSOR.shape.__get__, Tensor.size, Tensor.numel})
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _SIZED_BY_VALUES = {
@@ -88,8 +90,8 @@ class EagerSemantics(TorchFunctionMode):
 
     `tensors`: the model's parameters, buffers and inputs outside of the trace.
 
-    Raises TraceError for hooks on tensors, and for in-place writes without grad mode to a value with a gradient,
-    because a trace would lose both.
+    Raises TraceError for hooks on tensors, because a trace would lose them. Raises TraceError for in-place writes
+    without grad mode to a value with a gradient.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -97,6 +99,7 @@ class EagerSemantics(TorchFunctionMode):
         self.origins = WeakIdKeyDictionary()  # {tensor: its ancestors among inputs and module outputs}
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`
+        self.sizes: list[SizeCondition] = []
         self.known = ConcreteConstants(tensors)
         self.decisions = InputDecisions(self.known, self._check_may_rewrite)
         self.packed = PackedSequences(self.known)
@@ -123,7 +126,8 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         self.skipped.go_on()
         if func in _OF_METADATA:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            return traced_sizes(output, self.sizes) if func in _OF_SIZE else output
         args = with_numbers(func, indexed(func, args), self._item)
         if func is Tensor.__setitem__:
             args = args[0], with_positions(args[1]), args[2]
@@ -179,7 +183,7 @@ class EagerSemantics(TorchFunctionMode):
         return self.__torch_function__(Tensor.item, (), (tensor,)) if self.known.is_recorded(tensor) else tensor
 
     def spend(self, tensor: Tensor) -> bool:
-        """Record that an autograd.Function overwrote a tensor, so that later reads of it are refused.
+        """Record that an autograd.Function overwrote a tensor, so that later reads of it are rejected.
 
         Returns False for a tensor from outside the trace.
         """
@@ -297,8 +301,8 @@ class EagerSemantics(TorchFunctionMode):
         changed = [was for parameter, was in self.toggled.items() if parameter.requires_grad != was]
         if changed:
             raise LostInTrace(
-                f"forward() {'freezes' if changed[0] else 'unfreezes'} a parameter and leaves it so",
-                "the next call would find the parameter in another state, and its backward too",
+                f"forward() {'freezes' if changed[0] else 'unfreezes'} a parameter and does not undo it",
+                "the backward and the next call would find the parameter in another state",
                 "requires_grad_() outside of forward(), or requires_grad_ back to its value before forward() returns",
                 Refusal.WRITE,
             )
@@ -353,7 +357,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
-    """Return True if outputs depend on one of these autograd nodes other than through `inputs`."""
+    """Return True if outputs depend on one of these autograd nodes by a path that avoids `inputs`."""
     todo = [output.grad_fn for output in tensors_in(outputs)]
     seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
     while todo:
@@ -379,8 +383,7 @@ def traceable(
 
     A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A user's autograd.Function
     becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). `to_list` replaces
-    `tensor.tolist()`. A cast of a module to the
-    dtype that it already has becomes a no-op.
+    `tensor.tolist()`. A cast of a module to the dtype that it already has becomes a no-op.
     """
     exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
     for module in model.modules():
@@ -428,7 +431,7 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:
-    """Return the dtype of the enclosing `torch.autocast`; None outside of one."""
+    """Return the dtype of the enclosing `torch.autocast`; None outside of autocast."""
     for kind in dict.fromkeys((device_type, "cuda")):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)

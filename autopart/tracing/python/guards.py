@@ -122,7 +122,7 @@ class Guards:
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
     def _layers(self) -> list[Any]:
-        """List the children of all modules; [] if the user has dropped the model."""
+        """List the children of all modules; [] if the user has deleted the model."""
         try:
             return [*chain.from_iterable([parent()._modules.values() for parent in self._parents])]
         except AttributeError:
@@ -152,7 +152,7 @@ class Guards:
         return all([version(tensor) == then for _, tensor, then in self._tensors])
 
     def _has_other_layers(self) -> bool:
-        """Return True if the user replaced a layer of the model; False if the user has dropped the model.
+        """Return True if the user replaced a layer of the model; False if the user has deleted the model.
 
         Raises UsageError if a new layer has parameters that the traced model does not have.
         """
@@ -321,7 +321,7 @@ class _GuardedValues:
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: Sequence[Any]) -> bool:
-        """Return True if the values are equal although they are new objects, and remember the new objects."""
+        """Return True if the values are equal although they are new objects. Remember the new objects."""
         if [_identity_key(value) for value in now] != self.keys:
             return False
         self.values = tuple(now)
@@ -395,7 +395,10 @@ class _Entries:
 
 
 def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
-    """Return the `NumberSlot` that replaces an entry of a mapping; None if the entry cannot be replaced."""
+    """Return the `NumberSlot` that can replace an entry of a mapping.
+
+    None if the entry cannot be replaced.
+    """
     if isinstance(mapping, Cell):
         return cell_slot(mapping.cell)
     if isinstance(mapping, Computed):
@@ -410,7 +413,7 @@ def _identity_key(value: Any) -> Hashable:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value. For a tensor, the text has the type only, not the values."""
+    """Return a short text of a value. The text of a tensor has only its type, not its values."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {shown(entry)}" for key, entry in list(value.items())[:4]) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -39,7 +39,7 @@ class ReplacedTensor(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A value with tensors that a forward stored. `name`: text of the variable that stores it."""
+    """A value with tensors that a forward stored. `name`: text of the variable that has the value."""
 
     name: str
     place: Any
@@ -50,7 +50,7 @@ class Left(NamedTuple):
 class HiddenTensors:
     """Context manager that removes the tensors that a forward stored in globals, objects and containers.
 
-    Values without tensors stay.
+    Values without tensors are not removed.
 
     Attributes:
         replaced: tensors that the forward removed or replaced by another tensor.

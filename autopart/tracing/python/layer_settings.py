@@ -1,4 +1,4 @@
-"""Train/eval mode and plain attributes (numbers, strings) of single layers that a trace depends on."""
+"""Train or eval mode and plain attributes (numbers, strings) of layers, on which a trace depends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopart.tracing.python.recorded_reads import PLAIN
 class LayerSetting(NamedTuple):
     """The value of one plain attribute of the layer at `path`.
 
-    `text` is the value's `repr`, by which settings are compared: 1, 1.0 and True are different settings.
+    `text` is the value's `repr`. Settings with different texts are different: 1, 1.0 and True.
     """
 
     path: str
@@ -27,10 +27,10 @@ class LayerSetting(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Train/eval modes and attributes of single layers that differ from the model's.
+    """Train or eval modes and attributes of single layers that differ from the model's.
 
     Args:
-        layers: paths of the layers that are in the other mode (train or eval) than the model.
+        layers: paths of the layers in eval mode if the model is in train mode, or in train mode if it is in eval mode.
         values: attributes whose values in the partitioned model differ from those in the user's model.
     """
 
@@ -75,7 +75,7 @@ def with_values(model: nn.Module, settings: Settings) -> AbstractContextManager[
 
 @contextmanager
 def in_modes(model: nn.Module, training: bool, settings: Settings) -> Iterator[None]:
-    """Set train/eval modes and attributes of layers in a `with` block; restore the old ones at its end."""
+    """Set train or eval modes and attributes of layers in a `with` block; restore them at its end."""
     others = set(settings.layers)
     modes = {(layer, "training"): training != (path in others) for path, layer in model.named_modules()}
     with with_values(model, settings), attributes(modes):

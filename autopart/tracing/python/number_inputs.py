@@ -1,8 +1,9 @@
 """Python numbers that change between calls (such as a KL weight), as inputs of the program.
 
-A trace first holds each Python number as a constant. When a number changes for the first time, the call is traced again
-with the number as a 0-d tensor input. The model's code gets `tensor.item()`, so its arithmetic is that of Python
-numbers. If code branches on the number, it cannot be an input, and the call is traced again for each new value.
+A trace first holds each Python number as a constant. When a number changes for the first time, the call is traced
+again with the number as a 0-d tensor input. The model's code gets `tensor.item()`, so its arithmetic is that of Python
+numbers. If code branches on the number, the number cannot be an input, and the call is traced again for each new
+value.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class NumberSlot(NamedTuple):
     """An attribute, global, closure variable or entry from which the user's code reads a number.
 
     Attributes:
-        identity: the object that has the number, and its key there.
+        identity: the object that has the number, and the number's key in this object.
         get: returns the number.
         set: replaces the number.
     """
@@ -56,17 +57,17 @@ class NumberInputs:
     def key(self, numbers: Mapping[str, Any]) -> Hashable:
         """Return the part of a call's cache key that depends on numbers.
 
-        It consists of the names of the numbers that are inputs, and the values of all numbers that are constants.
+        It consists of the names of numbers that are inputs, and the values of numbers that are constants.
         """
         others = tuple((name, value) for name, value in numbers.items() if name not in self.options)
         return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
 
     def can_be_tensors(self) -> bool:
-        """Return True if there are number inputs, and the values in all their slots are still numbers."""
+        """Return True if there are number inputs, and all their slots still have numbers."""
         return bool(self) and all(is_number(slot.get()) for slot in self.slots.values())
 
     def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
-        """Make numbers that changed inputs: `numbers` that differ from `last`, and all numbers in `slots`.
+        """Turn numbers into inputs: those of `numbers` that differ from `last`, and all in `slots`.
 
         Numbers in `constants` stay constants. Returns the names of the new inputs.
         """
@@ -95,7 +96,6 @@ _DTYPES = {int: torch.int64, float: torch.float64}
 
 
 def is_number(value: Any) -> bool:
-    """Return True for an int or float, and not for a bool."""
     return type(value) in (int, float)
 
 
@@ -164,7 +164,7 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Select the slots that `assigned` writes to, for the traces in this `with` block."""
+    """Set the slots to which `assigned` writes, for the traces in this `with` block."""
     before, _Slots.current = _Slots.current, slots
     try:
         yield

@@ -1,4 +1,7 @@
-"""Side effects of a model's forward: a trace has them once, and the program made from it never."""
+"""Side effects of a model's forward.
+
+A trace has them once, but the program made from it never has them.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from autopart.ir.graph import operator_name
 from autopart.tracing.python.concrete_constants import ConcreteConstants, tensors_in
 from autopart.tracing.python.hidden_tensors import HiddenTensors
 from autopart.tracing.python.layer_settings import is_plain
+from autopart.tracing.python.size_conditions import plain_sizes
 from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
@@ -88,23 +92,25 @@ class PythonState:
         attributes = vars(module)
         attributes |= {key: before[key][0] for key in _OF_PARAMETERS & before.keys()}
         for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
-            new = _bound_to(module, attributes.pop(key))
-            if not (
-                isinstance(new, types.MethodType) and new == getattr(module, key, None)
-            ):  # else it sets a method of its class, as a restored `forward` does
+            new = plain_sizes(_bound_to(module, attributes.pop(key)))
+            is_method = isinstance(new, types.MethodType) and new == getattr(module, key, None)
+            if not is_method:  # a method of its class: a `forward` that was replaced and restored
                 self.changed[f"{name}.{key}".lstrip(".")] = (None, new)
         for key, (value, content) in before.items():
             now = _bound_to(module, attributes.get(key))
             if now is value and content is not None and not _same(now, content):
-                self.changed[f"{name}.{key}".lstrip(".")] = (content, type(now)(now))
+                self.changed[f"{name}.{key}".lstrip(".")] = (content, plain_sizes(type(now)(now)))
                 _refill(now, content)
             elif now is not value:
                 if not _same(now, value):
-                    self.changed[f"{name}.{key}".lstrip(".")] = (value, now)
+                    self.changed[f"{name}.{key}".lstrip(".")] = (value, plain_sizes(now))
                 attributes[key] = value
 
     def pop_symbolic(self, known: ConcreteConstants) -> dict[str, Any]:
-        """Remove the changed attributes that are functions of number inputs, and return how they are computed."""
+        """Remove the changed attributes that are functions of number inputs.
+
+        Return the formulas of these attributes.
+        """
         symbolic = {
             name: known.formula(expression(after)) for name, (before, after) in self.changed.items()
             if isinstance(before, _SYMBOLIC) and isinstance(after, _SYMBOLIC)
@@ -216,7 +222,7 @@ def _text(program: Any) -> str:
 
 
 def _cast_of(constant: fx.Node) -> fx.Node | None:
-    """Return the only use of a constant if it is a cast; else None."""
+    """Return the only use of a constant if this use is a cast; else None."""
     readers = list(constant.users)
     return readers[0] if len(readers) == 1 and operator_name(readers[0]) in _CASTS else None
 
@@ -253,7 +259,8 @@ def _has_values(tensor: Tensor) -> bool:
 def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> list[str]:
     """Return the changed tensor attributes for which the only change is a cast to another dtype.
 
-    This is checked by a second trace that starts with the cast values: it must be equal except for the cast.
+    A second trace checks this. It starts with the cast values, and must be equal to the first trace except for the
+    cast.
     """
     cast = {
         name: before.to(after.dtype) for name, (before, after) in state.changed.items()
@@ -292,8 +299,8 @@ def check_attributes(
 
     A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. For
     numbers, and for tensors in attributes that had no tensor before, `again` traces the call again. The second trace
-    starts with the values that the first forward stored. Both graphs must be equal, except if only numbers and flags of
-    modules have changed. Returns notes for the user, and {attribute: new value} of these numbers and flags.
+    starts with the values that the first forward stored. Both graphs must be equal. Only numbers and flags of modules
+    may change the graph. Returns notes for the user, and {attribute: new value} of these numbers and flags.
 
     Args:
         computed: returns the part of a graph that must be equal; by default the entire graph.

@@ -1,7 +1,7 @@
 """Record which attributes and globals the user's code reads while a model is traced.
 
 A program holds the values that Python read as constants. `record_reads` watches the frames of the user's code and
-records the names that their bytecode reads: `args.beta`, `self.config.tau`, `SETTINGS["beta"]`, a closure variable.
+records the names that their bytecode reads, such as `args.beta`, `SETTINGS["beta"]` or a closure variable.
 `autopart.tracing.python.guards` compares the values of these names at each call.
 """
 
@@ -59,7 +59,7 @@ class RecordedReads:
         of_holder: {id: (class or Python module, attributes read from it)}.
         of_globals: {id: (globals of a function, names read from them)}.
         of_cells: {id: (closure cell, name of its variable)}.
-        changed: {(`identity_of` an object, attribute)} of values that changed while the code ran.
+        changed: values that changed while the code ran, as {(`identity_of` the object, attribute)}.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class RecordedReads:
             self.changed.add((identity_of(holder), name))
 
     def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
-        """Return True if `value`, at the end of the forward, differs from the value that user code first read."""
+        """Return True if `value`, at the end of the forward, differs from the first value that user code read."""
         noted = self._values.get((id(holder), name))
         return noted is not None and noted != value_key(value, tensors=False)
 
@@ -147,7 +147,7 @@ class RecordedReads:
 
 
 class _OutsideTorch(TorchFunctionMode):
-    """Torch function mode that stops watching inside torch functions, which run no code of the user."""
+    """Torch function mode that does not watch frames inside torch functions, which run no user code."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         tracer = sys.gettrace()
@@ -224,7 +224,7 @@ def is_watched(module: Any) -> bool:
 def is_terminal(value: Any) -> bool:
     """Return True for a value that guards compare by value.
 
-    Of other objects, guards compare only the attributes that the user's code read.
+    For all other objects, guards compare only the attributes that the user's code read.
     """
     return isinstance(value, (*PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, *FUNCTIONS))
 
@@ -275,7 +275,7 @@ def names_in(code: types.CodeType) -> tuple[Name, ...]:
 
 
 class Computed:
-    """Mapping view of an object whose attributes are computed by `__getattr__` or stored in `__slots__`."""
+    """Mapping view of an object whose attributes `__getattr__` computes or `__slots__` stores."""
 
     def __init__(self, holder: Any):
         self.holder = holder
@@ -350,7 +350,9 @@ class Same:
 
 
 def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
-    """Return a comparison key of a value, equal only if a trace would be equal: 1, True and 1.0 differ.
+    """Return a comparison key of a value.
+
+    Keys are equal only if traces would be equal: 1, True and 1.0 differ.
 
     Args:
         tensors: compare tensors in the value by identity and version counter.

@@ -1,7 +1,7 @@
 """Activation checkpoints in a model's own code (`torch.utils.checkpoint`), traced as plain calls.
 
-A reentrant checkpoint is an autograd.Function. Its forward runs without grad mode, so that a trace of it has no
-gradient; its backward runs the model's Python again. Here the checkpoint's function is called like any other code of
+A reentrant checkpoint is an autograd.Function. Its forward runs without grad mode, so a trace of it would have no
+gradient. Its backward runs the model's Python again. So a trace calls the checkpoint's function like any other code of
 the model. The plan chooses what the partitioned model recomputes. By default it recomputes the modules that the model
 checkpoints.
 """
@@ -35,7 +35,7 @@ class UserCheckpoints:
 
     @property
     def found(self) -> tuple[str | None, ...]:
-        """Return the outermost modules that ran in a checkpoint; None for a checkpoint that ran no module."""
+        """Return the outermost modules that ran in each checkpoint; None for a checkpoint without modules."""
         outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
         return (*outermost, None) if self.unnamed else tuple(outermost)
 

@@ -1,7 +1,7 @@
 """Value checks in a model's code: `assert x.min() > 0`, and `if x.isnan().any(): raise`.
 
 Such checks do not affect what the model computes. A trace has no values, so each condition of a check gets the truth
-value for which the check passes. The source code of the condition shows which truth value that is.
+value for which the check passes. This truth value is determined from the source code of the condition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
 
 
 class Passing(float):
-    """A number whose every comparison returns the truth value for which the value check passes."""
+    """A number whose comparisons all return the truth value for which the value check passes."""
 
     def __new__(cls, wanted: bool) -> Passing:
         number = super().__new__(cls)
@@ -55,7 +55,8 @@ class Operand(NamedTuple):
 def operand_of(frame: FrameType | None) -> Operand | Literal[False] | None:
     """Return the position of the condition that a frame evaluates in an `and` or `or` between conditions.
 
-    Returns None if it is in none. Returns False for a nested `and` or `or`, and if the source is not available.
+    Returns None if the condition is not part of an `and` or `or`. Returns False for a nested `and` or `or`, and if the
+    source is not available.
     """
     if frame is None or frame.f_lasti < 0:
         return False
@@ -136,8 +137,8 @@ def asking_frame(frame: FrameType | None) -> FrameType | None:
 def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
     """Return (line, byte offset) of the end of the condition that a frame is evaluating.
 
-    If the frame is in a call, such as `bool(x)`, the condition is the call. Else it is the operand of a jump, which the
-    instruction before the jump computes.
+    If the frame is in a call, such as `bool(x)`, the condition is the call. Otherwise it is the operand of a jump,
+    which the instruction before the jump computes.
     """
     is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
     _, line, _, byte = list(frame.f_code.co_positions())[frame.f_lasti // 2 - (not is_call)]

@@ -39,7 +39,10 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
 
 
 def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
-    """Return `{weight: {16-bit dtype: FLOPs of its products}}`; other products have the name ""."""
+    """Return `{weight: {16-bit dtype: FLOPs of the matrix products with this weight}}`.
+
+    Products without a weight are counted under the name "".
+    """
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node, weight in weighted(active_operators(graph)):
         if flops := matrix_work(node):
@@ -51,14 +54,13 @@ def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
 
 
 def _skip_unary_operators(node: fx.Node) -> fx.Node:
-    """Return the value from which casts, transposes and other operators with one input computed `node`."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not matrix_work(node):
         (node,) = node.all_input_nodes
     return node
 
 
 def _misaligned_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each misaligned dim of a matrix: the dim, its size, the required divisor, and a penalty."""
+    """Yield each misaligned dim of a matrix: the dim, its size, the required divisor, and the slowdown."""
     full = trace.parameters[name].shape if name in trace.parameters else ()
     for dim, size in enumerate(full if len(full) == 2 else ()):
         ranks = 1

@@ -25,7 +25,7 @@ def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
 
 
 def _looped_expert_products(trace: Trace) -> list[fx.Node]:
-    """Return the matrix products of experts that a loop runs one by one, on tokens selected by a mask."""
+    """Return the matrix products of experts that a Python loop runs one after another."""
     return [n for n in matrix_products(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
@@ -36,7 +36,7 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
         return []
     named = ",".join(axes)
     return [
-        f"{named}: experts that a loop runs one by one ({describe(looped[0])} is one) are replicated, and "
+        f"{named}: experts that a loop runs one by one (such as {describe(looped[0])}) are replicated, and "
         f"their tokens are sharded as over dp; {named} shards only experts that are stacks of matrices"
     ]
 
@@ -75,13 +75,13 @@ def check_axes_divide(
 ) -> None:  # fmt: skip
     """Raise LayoutError for an axis that shards nothing of the model.
 
-    Context axes and expert axes have their own checks. A feature axis (`tp`) must shard a matrix product. If the user
-    pins layouts, it is enough that its size divides a dim of a weight.
+    Context axes and expert axes have separate checks. A feature axis (`tp`) must shard a matrix product. If the user
+    pins layouts, a feature axis may also shard no product, if its size divides a dim of a weight.
 
     Args:
         chosen: strategies by axis.
         pinned: the user pins layouts.
-        named: {input: sequence dim} as the user names them.
+        named: {input: sequence dim}, as the user passed it.
     """
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":

@@ -12,9 +12,9 @@ from autopart.passes.dump import Notes
 
 
 def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
-    """Return a function that yields the decisions on a node, as comments of a dump.
+    """Return a function that yields the decisions on a graph node, as comments of a dump.
 
-    Comments of operators are `stage 1`, `rows S(0), R -> S(0)`, `tp R, S(0) -> S(1)`. A parameter has `tp:S(0)`.
+    Comments of an operator look like `stage 1` or `tp R, S(0) -> S(1)`. A parameter has a comment like `tp:S(0)`.
     """
     decisions = chosen if isinstance(chosen, Decisions) else chosen[0]
     on_axes = {"rows": decisions.rows, **decisions.features}

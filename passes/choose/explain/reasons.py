@@ -44,9 +44,9 @@ _DIGITS = 6
 def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     """Return a plan's certificate: objective, proven lower bound, gap, and the terms of the cost.
 
-    If several axes were solved, the certificate is for the axis that was solved last, given the layouts on all other
-    axes. `sharing_costs` is the relative saving in the objective if the first and last repeated blocks had layouts of
-    their own.
+    If the solver solved several axes, the certificate is for the last one, with the layouts on all other axes fixed.
+    `sharing_costs` is the relative amount by which the objective would fall if the first and the last repeated block
+    could have layouts that differ from the other blocks.
     """
     if not solved:  # all weights are replicated: nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
@@ -62,9 +62,9 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
 
 
 class Reasons:
-    """Answers of `Plan.why` and `Plan.why_not`.
+    """Implementation of `Plan.why` and `Plan.why_not`.
 
-    They need the traced model, so a copied or loaded plan has no reasons.
+    It needs the traced model, so a copied or loaded plan has no reasons.
     """
 
     def __init__(self, problem: Problem, program: Program, solved: Mapping[str, Solved]):
@@ -105,7 +105,6 @@ class Reasons:
         return Why(subject, chosen, reason, runner_up, price.seconds, texts, moved, where)
 
     def _why_dp_sync(self) -> Why:
-        """Explain the choice of `dp_sync`: its time per step, and that of exact gradient reduction."""
         sync, hardware = self.problem.dp_sync, self.problem.hardware
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
@@ -126,13 +125,13 @@ class Reasons:
         thresholds = [f"{one.method} is faster if a rank has less than {quantity(rate, 'B/s')} {where}"
                 for one, rate in zip(parts, thresholds_per_s, strict=True) if rate is not None]  # fmt: skip
         reason = "; ".join([f"it was requested: {quantity(method_s, 's')} a step on {axis}={ranks}", *thresholds])
-        other = f"{quantity(summed_s, 's')} a step, which the backward hides except for the last bucket"
+        other = f"{quantity(summed_s, 's')} a step, which overlaps with the backward except for the last bucket"
         return Why("dp_sync", str(sync), reason, str(ALL_REDUCE), summed_s - method_s, {str(ALL_REDUCE): other})
 
     def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
-        """Return two texts on a weight that is stored sharded (ZeRO): its placement, and an explanation.
+        """Return the placement of a weight that is stored sharded (ZeRO), and an explanation, as two texts.
 
-        Both are empty if the weight is not stored sharded.
+        Both texts are empty if the weight is not stored sharded.
         """
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         axis = self.mesh.stored_over(stored.layout) if stored is not None else None
@@ -182,17 +181,11 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """Return, for each axis, the operators and weights of mixtures of experts whose experts it may shard.
-
-        The outermost axis is first.
-        """
+        """Return {axis: operators and weights whose experts the axis may shard}, the outermost axis first."""
         return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
     def _why_not_stored_so(self, name: str, asked: Pins) -> Why:
-        """Return the cost of storing parameters differently over the data axis (ZeRO).
-
-        The layouts on other axes are unchanged.
-        """
+        """Return the cost of another placement of stored parameters over the data axis (ZeRO)."""
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
         pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for unknown names and axes
@@ -246,9 +239,9 @@ class Reasons:
     def _without(
         self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
-        """Return the cheapest sharding without a conversion of a value from `source` to `target`.
+        """Return the cheapest sharding that never converts this value from `source` to `target`.
 
-        None if the conversion cannot be avoided.
+        None if there is none.
         """
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
@@ -265,7 +258,7 @@ class Reasons:
     def _named(self, name: str) -> list[fx.Node]:
         """Return the parameters and operators that a name matches: large parameters first, then operators.
 
-        Raises OptionError if there are none.
+        Raises OptionError if the name matches nothing.
         """
         aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
         name = aliases.get(name, name)
@@ -279,7 +272,7 @@ class Reasons:
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
-        """Return {option that was not chosen: its extra cost}, cheapest first.
+        """Return {rejected option: its extra cost}, cheapest first.
 
         For each option, the solver chooses everything else again.
         """
@@ -296,9 +289,9 @@ class Reasons:
 
 
 class DeferredReasons:
-    """Reasons of a plan that was made from a deduplicated trace.
+    """Reasons of a plan that was made from a trace with only some of the repeated blocks.
 
-    The first call of `why` or `why_not` plans the full model.
+    The first call of `why` or `why_not` traces and plans the full model.
     """
 
     def __init__(self, find: Callable[[], Reasons]):
@@ -323,7 +316,6 @@ def _solved(problem: ShardingProblem) -> Solved:
 
 
 def _extra_cost(other: Solved, chosen: Solved) -> ShardingCost:
-    """Return the objective of a solution minus that of the chosen solution."""
     price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
 

@@ -34,7 +34,7 @@ def check_context_axis(
 
     Args:
         chosen: strategies on the axis.
-        named: {input: sequence dim} as the user names them. Each must be shardable.
+        named: {input: sequence dim}, as the user passed it. The axis must be able to shard each of these dims.
     """
     check_can_be_sharded(trace, named)
     products = matrix_products(trace)
@@ -101,7 +101,7 @@ def needs_full_sequence(node: fx.Node, ranks: int) -> bool:
 
 
 def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
-    """Yield a note on the longest sequence whose largest shard is more than 5 % above the mean."""
+    """Yield a note on the longest sequence if its largest shard is more than 5 % above the mean."""
     excesses = []
     for node, strategy in cuts:
         place = strategy.outputs[0]

@@ -1,4 +1,7 @@
-"""Operators that every rank runs in full: reason, cost and remedy. Also the FLOPs that axes shard."""
+"""Operators that every rank runs in full, with reason, cost and remedy.
+
+Fraction of FLOPs that each axis shards.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def unsharded(
 ) -> tuple[dict[str, Any], ...]:
     """Return a row (dict) for each kind of operator that every rank runs in full.
 
-    These are operators without a sharding rule, and matrix products that `tp` does not shard. Equal calls in repeated
+    Such an operator has no sharding rule, or is a matrix product that `tp` does not shard. Equal calls in repeated
     blocks share a row. Keys of a row:
 
     - `operator`, `where` (module), `count` of calls, `shapes`, `why` it is not sharded, and a remedy (`try`);
@@ -76,9 +79,9 @@ def unsharded(
 
 
 def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
-    """Return {axis: fraction of the matrix FLOPs that it shards} for batch, feature and other solved axes.
+    """Return {axis: fraction of the model's matrix FLOPs that the axis shards}.
 
-    Empty for a model without matrix products.
+    Empty without matrix products.
     """
     flops = {node: matrix_work(node) * weight for node, weight in weighted(active_operators(trace.graph))}
     total = sum(flops.values())
@@ -95,7 +98,7 @@ def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
 def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
     """Return two texts: why every rank runs this call in full, and a remedy ("" if there is none).
 
-    Both are "" if the call is sharded or is not a matrix product.
+    Both texts are "" if the call is sharded or is not a matrix product.
     """
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
@@ -122,7 +125,7 @@ def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
 
 
 def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
-    """Return {factor of the rule that is a dim of a weight: its size}."""
+    """Return {factor of the operator's rule: size}, for the factors that are dims of a weight."""
     sizes: dict[str, int] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -160,7 +163,10 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _produced_placement(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
-    """Return the placement in which a value is produced; None if it depends on inputs alone."""
+    """Return the placement in which a value is produced.
+
+    None for a value that does not depend on parameters.
+    """
     chosen = decisions.strategies[axis]
     if axis in decisions.row_axes:
         return placement(used, chosen)

@@ -1,8 +1,8 @@
 """Sharding of the batch: one strategy per operator, over data-parallel ranks and microbatches.
 
-Data-parallel ranks and microbatches together form one axis, the batch axis. Strategies are not chosen by the cost of a
-step: the batch stays sharded wherever a rule allows it. Operators without a batch dim run on every rank with partial
-gradients. So all parameter gradients end as partial sums, which are reduced once a step.
+Data-parallel ranks and microbatches together form one axis, the batch axis. Its strategies do not minimise the time of
+a step: the batch stays sharded wherever a rule allows it. Operators without a batch dim run on every rank, and their
+gradients are partial sums. So all parameter gradients end as partial sums, which are reduced once a step.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_a
 def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
     """Return {operator that depends on a parameter: its strategy on the batch axis}.
 
-    Elements selected by a mask cannot be gathered, because ranks select different numbers of them. If an operator needs
-    all selected elements, every rank selects them from the full batch.
+    Elements selected by a boolean mask cannot be gathered, because ranks select different numbers of elements. If an
+    operator needs all selected elements, every rank selects them from the full batch.
 
     Args:
         graph: annotated graph.
@@ -87,9 +87,9 @@ def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) ->
 
 
 def _shards_selected_elements(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
-    """Return True if a strategy shards a dim that contains the elements selected by one of these masks.
+    """Return True if a strategy shards a dim of elements that an operator has selected by a mask.
 
-    `selections`: names of operators that select elements by a mask (boolean indexing).
+    `selections`: names of operators that select elements by a boolean mask.
     """
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
@@ -100,7 +100,7 @@ def _shards_selected_elements(node: fx.Node, strategy: Strategy, selections: Set
 def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
     """Return the mask selections that must run on the full batch.
 
-    An operator or a model output needs all of their selected elements on every rank.
+    An operator or a model output needs all elements that such a selection returns, on every rank.
     """
     selections: set[str] = set()
     for node, strategy in chosen.items():
@@ -119,7 +119,10 @@ def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_s
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement of a value on the batch axis; None if it depends on inputs alone."""
+    """Return the placement of a value on the batch axis.
+
+    None for a value that does not depend on parameters.
+    """
     source, index = source_of(node)
     if facts(source)["role"] == PARAMETER:
         return R_GRAD_P if facts(source)["needs_grad"] else R
@@ -218,10 +221,10 @@ class BatchSplit(NamedTuple):
 
 
 def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
-    """Split the batch of a call whose size differs from the plan's.
+    """Split the batch of a call whose batch size differs from the plan's.
 
-    The number of microbatches is the nearest to the plan's that divides the batch and that the schedule can run. If the
-    batch does not divide over `dp`, every rank of `dp` computes all samples.
+    The number of microbatches is the nearest to the plan's that divides the batch and that the schedule can run. If
+    `dp` does not divide the batch, every rank of `dp` computes all samples.
     """
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages

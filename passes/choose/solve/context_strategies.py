@@ -57,7 +57,7 @@ def _non_attention_options(node: fx.Node, options: Sequence[Strategy], axis: str
     if not may_ring and not _multiplies_values(node):
         return list(options)
     if not may_ring or dropout_probability(node):
-        why = "a ring needs scaled_dot_product_attention without dropout, and this is another product"
+        why = "ring attention needs scaled_dot_product_attention without dropout, and this is another operator"
     elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
         why = "this attention has a learned bias, whose gradient would have to circulate too"
     else:
@@ -73,7 +73,6 @@ def _multiplies_values(node: fx.Node) -> bool:
 
 
 def _is_queries_or_heads(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
-    """Return True if a factor of attention is the queries (`kind=DATA_DIM`) or the heads (`kind=FEATURE`)."""
     atoms = factor_atoms(node, pattern).get(factor, ())
     sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]
     return bool(atoms) and atoms[-1].kind == kind and all(any(factor in dim for dim in side) for side in sides)

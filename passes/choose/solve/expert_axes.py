@@ -1,9 +1,9 @@
-"""Expert folding: shard experts also over axes that shard the sequence or features of other operators.
+"""Expert folding: shard experts over axes that shard the sequence or features of other operators.
 
-An expert axis shards the experts of every mixture of experts. Another axis shards the experts of a mixture only if a
-pin or plan requests it: by sharding a weight of the mixture by expert, or by dispatching an operator's tokens on this
+An expert axis shards the experts of every mixture of experts. An axis of another kind shards the experts of a mixture
+only if a pin or plan requests it. The request shards a weight of the mixture by expert, or dispatches tokens over the
 axis. All these axes together shard the experts like one flattened axis. This is Megatron's parallel folding (Liu et al.
-2025, arXiv:2504.14960), per mixture.
+2025, arXiv:2504.14960), chosen for each mixture.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ def _routes(node: fx.Node) -> str:
 
 
 def _has_rows(node: fx.Node) -> bool:
-    """Return True if the value has dispatched tokens. The result of the combine has none."""
     return bool(facts(node).get("routed")) and _routes(node) != "back"
 
 
@@ -104,9 +103,10 @@ def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
 def mixtures_on_axis(
     all_mixtures: Sequence[Mixture], cuts: str, names: Set[str], operators: Set[fx.Node] = frozenset()
 ) -> dict[fx.Node | str, int]:  # fmt: skip
-    """Return the mixtures whose experts an axis may shard, as `{operator or weight: number of experts}`.
+    """Return {operator or weight: number of experts} of the mixtures whose experts an axis may shard.
 
-    An expert axis may shard all of them. Another axis may shard the mixtures that `names` and `operators` belong to.
+    An expert axis may shard the experts of all mixtures. Another axis may shard only the mixtures that contain one of
+    `names` or `operators`.
 
     Args:
         cuts: kind of dim that the axis shards, such as "experts" or "features" (`Axis.cuts`).
@@ -136,8 +136,8 @@ def can_shard_experts_again(
 ) -> bool:  # fmt: skip
     """Return True if another axis may shard an operator of a mixture that inner axes already shard.
 
-    All these axes must shard the experts by the same mechanism. The product of their sizes must not be too large for
-    the number of experts, and must divide the tokens that several axes shard.
+    All these axes must shard the experts by the same mechanism. The product of their sizes must not exceed the number
+    of experts, and must divide the number of tokens if several axes shard the tokens.
 
     Args:
         option: strategy on the other axis.

@@ -1,9 +1,8 @@
 """Resolution of layout pins in a traced model: the options that pins leave to each node.
 
-Each pin is first checked alone. If pins conflict, a smallest conflicting set is reported. To find it, each pin is
-dropped in turn, and stays dropped while the remaining pins still conflict. If several pins are left, single pins and
-pairs are tried too. The error also names where the pins conflict: one weight (maybe under two names), one operator, or
-a dim that only one axis can shard.
+Each pin is first checked alone. If pins conflict, the error names a smallest set of conflicting pins. To find this
+set, each pin is dropped in turn, and stays dropped while the other pins still conflict. If several pins are left,
+single pins and pairs of pins are tried. The error also names the weight, operator or dim on which the pins conflict.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AxisConstraints:
-    """Constraints on the axis that is being solved: layout pins, and shardings over axes solved already.
+    """Constraints on the axis that is being solved: layout pins, and shardings over solved axes.
 
     Only one axis can shard a dim. Exceptions are experts, and sequences whose length divides over several axes.
 
@@ -70,12 +69,13 @@ class AxisConstraints:
         parameters: pins by parameter, including pins that shard the parameter over another axis.
         operators: pins by operator.
         variants: pins by repeated block (`BlockPosition.block`). Blocks share layouts only if they have equal pins.
-        factors: {operator: {factor of its rule: strategies on the axes solved already that shard this factor}}.
-        dims: {parameter: {dim: number of its shards over the axes solved already}}.
+        factors: {operator: {factor of its rule: strategies on the solved axes that shard this factor}}.
+        dims: {parameter: {dim: number of its shards over the solved axes}}.
         ranks: size of this axis.
-        context: the attention strategy requested on this axis.
-        stacks: mixtures whose experts this axis may shard (`expert_axes.py`), even if other axes shard them.
-        before: strategies of each operator on the axes solved already, with the sizes of the axes.
+        context: the option `context=`, which restricts the attention strategies on this axis.
+        stacks: mixtures of experts whose experts this axis may shard (`expert_axes.py`), even if other axes shard
+            them.
+        before: strategies of each operator on the solved axes, with the sizes of these axes.
     """
 
     axis: str = ""
@@ -99,7 +99,7 @@ class AxisConstraints:
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the options that an operator's pins, and axes solved already, allow."""
+        """Return the strategies of an operator that its pins and the solved axes allow."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._adapt_to_inner_axes(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
@@ -111,18 +111,18 @@ class AxisConstraints:
     def _adapt_to_inner_axes(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
         """Adapt a strategy to inner axes that shard the same factor. Return None if that is impossible.
 
-        If each shard on this axis consists of shards on the inner axes, the strategy is unchanged. Otherwise the result
-        splits each shard on the inner axes.
+        If each shard on this axis is a union of shards on the inner axes, the strategy is unchanged. Otherwise the
+        result splits each shard of the inner axes.
         """
         if self._contains_inner_shards(node, option, taken):
             return option
         return shard_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
 
     def _contains_inner_shards(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> bool:
-        """Return True if this axis can shard a factor so that its shards consist of the shards on inner axes.
+        """Return True if each shard on this axis can be a union of shards on the inner axes.
 
-        All these axes must shard the factor in the same way, and it must be experts or the sequence. Its size must
-        divide over the ranks of all these axes together.
+        The factor must be experts or the sequence, and all these axes must shard it in the same way. The product of
+        their ranks must divide its size.
         """
         pattern = facts(node)["pattern"]
         assert pattern is not None, "an operator without a rule is not sharded"
@@ -141,12 +141,12 @@ class AxisConstraints:
         return alike and is_innermost(pattern, option.factor) and sequence_divides(node, option.factor, parts)
 
     def is_dispatched(self, node: fx.Node) -> bool:
-        """Return True if an axis solved already has dispatched the operator's tokens to experts."""
+        """Return True if the operator's tokens are dispatched to experts over a solved axis."""
         outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
         return any(place.is_dispatched for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """Return the placements that a parameter's pins, and axes solved already, allow."""
+        """Return the placements of a parameter that its pins and the solved axes allow."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
@@ -154,14 +154,14 @@ class AxisConstraints:
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def can_shard_again(self, name: str, place: Placement) -> bool:
-        """Return True if this axis may shard the experts of a weight in addition to the axes solved already."""
+        """Return True if this axis may shard the experts of a weight that a solved axis already shards."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
     def with_solved_axes(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> AxisConstraints:  # fmt: skip
-        """Return a copy of the constraints that also has the shardings over the axes solved already.
+        """Return a copy of the constraints that includes the shardings over solved axes.
 
         Args:
             before: {axis: {operator: strategy}}.
@@ -204,10 +204,10 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
     """Return a minimal set of conflicting pins: without any one of them, the other pins do not conflict.
 
-    The set has one or two pins if a conflicting set of this size exists.
+    If one pin alone or two pins conflict, the set has one or two pins.
 
     Args:
-        hold: returns True if all given pins can be followed together.
+        hold: returns True if all pins that it is passed can be followed together.
 
     >>> smallest_conflict([1, 2, 3, 4], lambda left: not {2, 4} <= set(left))
     [2, 4]
@@ -300,9 +300,9 @@ class _Names:
         self.parameters |= {alias: name for name, others in trace.aliases.items() for alias in others}
 
     def matched(self, pin: LayoutPin, pins: Pins) -> tuple[list[str], list[fx.Node]]:
-        """Return the names of the parameters, and the operators, that a pin matches.
+        """Return the names of the parameters and operators that a pin matches.
 
-        Raises OptionError if there are none, and LayoutError for a pin that shards a module.
+        Raises OptionError if the pin matches nothing, and LayoutError for a pin that shards a module.
         """
         if pin.of_operator:
             nodes = [node for node in self.nodes if pin.matches(facts(node)["key"])]
@@ -332,7 +332,7 @@ class _Names:
 
 
 def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
-    """Return the error for a pin that matches nothing, with similar names."""
+    """Return the error for a pin that matches nothing. The error lists similar names."""
     return OptionError(f"the pin {asked} matches nothing in the model", where=where, hint=near_names(near, names))
 
 
@@ -343,7 +343,7 @@ def near_names(name: str, names: Iterable[str]) -> str:
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
-    """Raise OptionError for a pin on an axis that the mesh lacks, or that has no layouts (pp)."""
+    """Raise OptionError for a pin on an axis that the mesh lacks, or on the pipeline axis."""
     if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
@@ -389,7 +389,6 @@ def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> No
 
 
 def _why_unsupported(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
-    """Explain why an operator cannot have the layout of a pin: by the size of the dim, or by its rule."""
     ranks, axis = mesh.size(pin.axis), f"{pin.axis}={mesh.size(pin.axis)}"
     place = R if "->" in pin.text else Placement.parse(pin.text)
     shape = tuple_values(node)[0].shape
@@ -435,7 +434,7 @@ def _layout_conflict(
 ) -> LayoutError:  # fmt: skip
     """Return the error for layout pins that conflict.
 
-    `hold`: returns True if the problem with given constraints has a solution.
+    `hold`: returns True if the problem with the constraints that it is passed has a solution.
     """
 
     def together(some: Sequence[LayoutPin]) -> bool:
@@ -476,7 +475,7 @@ def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
 
 
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for each weight that an operator uses. The text states the weight's placements."""
+    """Yield (name, text) for each weight that an operator uses. The text lists the weight's placements."""
     for i, used in enumerate(tensor_inputs(node)):
         for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT

@@ -17,7 +17,7 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Sharding of a factor on an axis solved already: the operator's strategy, and the size of the axis."""
+    """Sharding of a factor on a solved axis: the operator's strategy, and the size of the axis."""
 
     strategy: Strategy
     ranks: int
@@ -35,11 +35,11 @@ def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
 
 
 def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> Strategy | None:
-    """Adapt a strategy that shards features (such as heads) which other axes already shard.
+    """Adapt a strategy to other axes that already shard the same features (such as heads).
 
-    The result shards within each shard of the other axes. A factor can be a product of dims, such as (heads, head
-    size). If the strategy and the other axes shard different dims of the product, the strategy is returned unchanged.
-    None if the factor cannot be sharded again.
+    The result splits each shard of the other axes. A factor can be a product of dims, such as (heads, head size). If
+    the strategy and the other axes shard different dims of the product, the strategy is returned unchanged. None if
+    the factor cannot be sharded again.
 
     Args:
         option: strategy on this axis.
@@ -75,7 +75,7 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return two numbers: into how many sections each strategy splits the dim of their common factor.
+    """Return the number of sections into which each of two strategies splits the dim of a factor.
 
     None if no sharded dim consists of this factor alone.
     """

@@ -1,10 +1,10 @@
 """Exact minimization of a sum of unary and pairwise costs over discrete variables.
 
 This is a partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and Scholz
-2006). A variable with one or two neighbours is eliminated: for each combination of the neighbours' options, the cost of
-its best option is added to the costs of the neighbours. So chains of pointwise operators disappear. Options that are
-never better than another one are dropped. All of that is exact. The remaining variables are solved as a mixed-integer
-linear program (HiGHS), with one column per pair of options.
+2006). A variable with one or two neighbours is eliminated: for each combination of the neighbours' options, the cost
+of its best option is added to the costs of the neighbours. So chains of pointwise operators disappear. An option that
+is never better than another option is dropped. These steps are exact. The remaining variables are solved as a
+mixed-integer linear program (HiGHS), with one column per pair of options.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _EliminatedVariable:
     """A variable that was eliminated, with its costs at the time of elimination.
 
     Args:
-        costs: cost of each option that was left.
+        costs: cost of each option that was not dropped before.
         options: indices of these options.
         around: {neighbour: (array [options, options of the neighbour] of pair costs, indices of the neighbour's
             options)}.
@@ -157,7 +157,7 @@ class PairwiseProblem:
         self.tables[b].pop(a, None)
 
     def _drop_options(self, v: int, kept: list[np.ndarray]) -> bool:
-        """Drop options that never are better than another one. Return True if an option was dropped."""
+        """Drop options that are never better than another option. Return True if an option was dropped."""
         cost = self.costs[v]
         if not np.isfinite(cost).any():
             raise NoSolution

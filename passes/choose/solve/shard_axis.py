@@ -2,9 +2,9 @@
 
 Each operator is one variable, whose options are its strategies. A conversion of a value costs once per target
 placement, however many consumers share it. Corresponding operators of repeated blocks share one choice, so the problem
-does not grow with depth. `sharding_costs` defines the objective: first, shard matrix FLOPs and the weights of matrix
-products over the axis; then minimize the seconds of a step. This file has no special case for any operator. The result
-is Megatron's tensor parallelism, with its sequence parallelism if that is faster.
+does not grow with depth. The objective (`sharding_costs`) prefers two things over all else: sharded matrix FLOPs, and
+sharded weights of matrix products. After them it minimizes the seconds of a step. This file has no special case for
+any operator. The result is Megatron's tensor parallelism, with its sequence parallelism if that is faster.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Choice:
 
 @dataclass
 class _Consumer:
-    """One consumer of a value, and the indices of its inputs that are this value."""
+    """One consumer of a value, and the indices of the consumer's inputs that are this value."""
 
     choice: Choice
     inputs: set[int] = field(default_factory=set)
@@ -105,16 +105,15 @@ class _SharedValue:
 
     @property
     def times(self) -> int:
-        """The number of values of the full model that this one represents."""
+        """The number of values of the full model that this object represents."""
         return num_represented(self.members)
 
     def is_of(self, node: fx.Node) -> bool:
-        """Return True if `node` is one of the outputs that this object represents."""
         source, index = source_of(node)
         return source in self.members and index == self.index
 
     def places(self) -> list[Placement]:
-        """Return, for each option of the producer, the placement of the value."""
+        """Return the placement of the value for each option of the producer."""
         options = self.producer.options
         return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
 
@@ -145,7 +144,7 @@ class Sharding:
 
     @property
     def gap(self) -> float:
-        """The relative distance of the lower bound below the cost."""
+        """The relative distance between the lower bound and the cost."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
 
@@ -167,7 +166,7 @@ def cheapest(
             sharded; if no solution does that, each value gets its cheapest placement. "auto" solves with replicated
             values and with cheapest placements, and returns the faster solution. For a model so small that latency
             dominates (`is_latency_bound`), "auto" keeps values replicated.
-        pinned: constraints by the user's pins and by the axes solved already.
+        pinned: constraints by the user's pins and by the axes that are already solved.
     """
     best: tuple[ShardingCost, ShardingProblem, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
@@ -190,9 +189,9 @@ def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
     fixed: Mapping[fx.Node, Strategy], pinned: AxisConstraints = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """Return the cheapest strategies that fit stored parameters, and operators with a fixed strategy.
+    """Return the cheapest strategies that fit stored parameters and the fixed strategies `fixed`.
 
-    If all fixed strategies keep values replicated between matrix products, so do the other strategies.
+    If all fixed strategies keep values replicated between matrix products, the other strategies do so too.
 
     Args:
         stored: {parameter: its placement}.
@@ -242,12 +241,12 @@ class ShardingProblem:
             choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: AxisConstraints) -> ShardingProblem:
-        """Return this problem with other pins, and the same shardings over axes solved already."""
+        """Return a copy of this problem with other pins. The shardings over solved axes stay."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return replace(self, pinned=replace(pinned, **known))
 
     def sharing_costs(self, shared: Sharding) -> float:
-        """Return the relative saving if the first and last repeated blocks had layouts of their own."""
+        """Return the relative saving if the first and last repeated blocks could have other layouts."""
         saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # smaller savings come from tie-breaking
 
@@ -303,7 +302,7 @@ class ShardingProblem:
         self.choice_of[node] = choice
 
     def _find_values(self) -> list[_SharedValue]:
-        """Return every value that operators of one choice produce and operators of any choice consume."""
+        """Return the values that operators produce and consume, grouped by the choice of their producer."""
         reads: dict[tuple[fx.Node, int], list[tuple[fx.Node, Choice, int]]] = {}
         for node, choice in self.choice_of.items():
             if node.op != "call_function":
@@ -373,7 +372,7 @@ class ShardingProblem:
 
         Args:
             options: `{id of a choice: index of its option}`.
-            prices: `self.prices` (which the solver minimizes) or `self.real_prices` (with all latency).
+            prices: `self.prices` (minimized by the solver) or `self.real_prices` (including all latency).
         """
         total = ShardingCost()
         for choice in self.choices.values():
@@ -393,7 +392,7 @@ class ShardingProblem:
         value: _SharedValue,
         forbidden: ForbiddenConversion | None,
     ) -> None:
-        """Add the conversion costs of a value to the problem. Each needed placement costs once.
+        """Add the conversion costs of a value to the problem. Each target placement costs once.
 
         If there are several consumers, an extra variable chooses the set of placements in which the value exists.
         """

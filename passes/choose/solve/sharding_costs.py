@@ -1,9 +1,10 @@
 """Costs of sharding options on one axis: the terms of the objective that `ShardingProblem` minimizes.
 
-Two terms have by far the largest factors: the matrix FLOPs, and the weights of matrix products, that the axis does not
-shard. The other terms are seconds of a step on one rank, without matrix products: communication of every microbatch in
-forward and backward, memory traffic, and gradient reduction once a step. The layout of a weight on this axis also
-determines its cost over the data axis (gradient reduction, or ZeRO storage). The objective includes that cost.
+Two terms have by far the largest factors: the matrix FLOPs that the axis does not shard, and the weights of matrix
+products that it does not shard. The other terms are seconds of a step on one rank, without matrix products:
+communication of every microbatch in forward and backward, memory traffic, and gradient reduction once a step. The
+layout of a weight on this axis also determines its cost over the data axis (gradient reduction, or ZeRO storage). The
+objective includes that cost.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class CostedStep:
 class ShardingCost:
     """Cost of a sharding, by term.
 
-    `work` is the share of all matrix FLOPs on one rank: 1 / n if n ranks shard all of them. `weights` is the share of
-    the weights of matrix products on one rank. The other terms are seconds of a step on one rank.
+    `work` is the share of all matrix FLOPs that one rank runs: 1 / n if n ranks shard all of them. `weights` is the
+    share of the weights of matrix products that one rank stores. The other terms are seconds of a step on one rank.
     """
 
     work: float = 0.0
@@ -107,7 +108,7 @@ class ShardingCost:
         return self.communication_s + self.memory_traffic_s + self.gradient_sync_s
 
     def is_less(self, other: ShardingCost) -> bool:
-        """Return True if this cost is lower, by more than the accuracy of a prediction.
+        """Return True if this cost is lower than the other cost by more than the accuracy of a prediction.
 
         Matrix FLOPs and weights on one rank are compared first, then the seconds of a step.
         """
@@ -119,8 +120,8 @@ class ShardingCost:
 def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: CostedStep) -> bool:
     """Return True if latency dominates the all-reduce of a typical value.
 
-    The model is then a toy, whose cheapest plan would not suit the full-size model (for example, its logits are
-    gathered).
+    The model is then a test model. Its cheapest plan would not suit the full-size model; for example, it gathers the
+    logits.
     """
     values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
     sizes = np.repeat(
@@ -136,14 +137,14 @@ def _row_shards(node: fx.Node, step: CostedStep) -> int:
 
 
 def _has_rows(atoms: Any) -> bool:
-    """Return True if any dim (`Atom`) in these nested tuples is the batch."""
+    """Return True if any dim (`Atom`) in these nested tuples is the batch dim."""
     return atoms.kind == BATCH if isinstance(atoms, Atom) else any(map(_has_rows, atoms))
 
 
 class _ConvertedValue(NamedTuple):
-    """Properties of a value that its conversion cost depends on.
+    """Properties of a value that determine its conversion cost.
 
-    `size_bytes`: as `ShardingCosts.bytes`. `others`: (placement, size) on each axis solved already.
+    `size_bytes`: as `ShardingCosts.bytes`. `others`: (placement, axis size) on each axis that is already solved.
     """
 
     shape: tuple[int, ...]
@@ -162,7 +163,7 @@ class ShardingCosts:
         whole: prefer replicated values between operators if they cost little more. The latency of their collectives is
             then ignored, because it would dominate at the small sizes of a test model.
         weights_chosen: the solver also chooses the placements of weights.
-        before: strategies of each operator on the axes solved already, with the sizes of the axes.
+        before: strategies of each operator on the axes that are already solved, with the sizes of the axes.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class ShardingCosts:
         return size_bytes(node) / _row_shards(node, self.step) / parts
 
     def _others(self, node: fx.Node) -> list[tuple[Placement, int]]:
-        """Return a value's (placement, axis size) on each axis that was solved already."""
+        """Return a value's (placement, axis size) on each axis that is already solved."""
         source, index = source_of(node)
         return [(strategy.outputs[index], ranks) for strategy, ranks in self.before.get(source, ())]
 
@@ -232,7 +233,7 @@ class ShardingCosts:
         return price + ShardingCost(weights=left)
 
     def _stored_over(self, node: fx.Node, place: Placement) -> str:
-        """Return the flattened axes over which a parameter of this placement is stored sharded; "" if none."""
+        """Return the flattened axes over which a parameter with this placement is stored sharded, or ""."""
         if node.op != "get_attr":
             return ""
         part = self.step.storage.place(node.target, shape(node), self._layout(node, place))
@@ -249,7 +250,7 @@ class ShardingCosts:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
-        """Return two shares that one rank has under a strategy: of all matrix FLOPs, and of all weights."""
+        """Return the share of all matrix FLOPs, and of all weights, that one rank has under a strategy."""
         # Unequal shards count as equal: a few per cent of work are not worth another collective.
         work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
         weights = 0.0
@@ -275,9 +276,9 @@ class ShardingCosts:
         return self.step.microbatches * written / self.hardware.memory_bytes_per_s
 
     def _inner_s(self, node: fx.Node, option: Strategy) -> float:
-        """Return the seconds of collectives inside an operator.
+        """Return the seconds of the collectives inside an operator.
 
-        Operators with collectives are a loss with sharded classes, ring attention, and MoE dispatch and combine.
+        Such operators are a loss with sharded classes, ring attention, and MoE dispatch and combine.
         """
         pattern = facts(node)["pattern"]
         if pattern is not None and pattern.routes and DISPATCHED in (option.inputs[0], option.outputs[0]):
@@ -300,7 +301,7 @@ class ShardingCosts:
     def _routing_s(self, node: fx.Node, rows: fx.Node) -> float:
         """Return the seconds per step of MoE dispatch or combine, including its backward.
 
-        Dispatch and combine exchange token counts once. The cost of the combine includes it.
+        A dispatch and its combine exchange token counts once. The cost of the combine includes this exchange.
         """
         ways = 2 if facts(node)["needs_grad"] else 1
         moved_s = self._time_s("all_to_all", self.bytes(rows) * self.step.balance)
@@ -364,8 +365,8 @@ def sharded_storage_cost(
 ) -> ShardingCost:  # fmt: skip
     """Return the communication cost of one parameter over the data axes, sharded (ZeRO) or replicated.
 
-    A sharded parameter is gathered, and its gradient reduce-scattered, in every microbatch. ZeRO 1 does both once a
-    step, ZeRO 2 gathers once a step. A replicated parameter's gradient is all-reduced over the data axis once a step.
+    ZeRO 3 gathers a parameter and reduce-scatters its gradient in every microbatch. ZeRO 2 gathers once a step, and
+    ZeRO 1 does both once a step. The gradient of a replicated parameter is all-reduced once a step.
 
     Args:
         size: bytes of the parameter on one rank, before it is sharded over `over`.
@@ -393,7 +394,10 @@ def _flops(node: fx.Node) -> int:
 
 
 def _weight_bytes(node: fx.Node) -> int:
-    """Return the bytes of the weights that a matrix product or an embedding look-up uses; 0 for others."""
+    """Return the bytes of the weights that a matrix product or an embedding look-up uses.
+
+    0 for other operators.
+    """
     pattern = facts(node).get("pattern")
     if pattern is None or not (pattern.flops or pattern.lookup):
         return 0

@@ -1,6 +1,6 @@
 """Choice of stage boundaries: exact minimization of the cost of the most loaded stage.
 
-Operators keep their order. A stage may begin at any operator, unless a live value cannot be sent between stages.
+Operators keep their order. A stage may begin at any operator, unless a value that crosses the boundary cannot be sent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
     folds: DeduplicatedBlocks = (), send_cost: float = 0.0,
 ) -> Partition | None:  # fmt: skip
-    """Return the best partition of the active operators, or None if there are too few legal boundaries.
+    """Return the best partition of the operators that depend on parameters.
+
+    None if there are too few legal boundaries.
 
     Args:
         begins: operator indices at which a stage must begin.
@@ -86,10 +88,10 @@ def flops_per_sent_byte(problem: Problem) -> float:
 
 
 def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> list[int]:
-    """Return, for each active operator of the full model, the index in `nodes` of its representative.
+    """Return, for each operator of the full model, the index in `nodes` of its representative.
 
-    If blocks are deduplicated, operators of all equal blocks have one representative: the operator in the block that
-    the trace contains.
+    Only operators that depend on parameters are included. If blocks are deduplicated, the trace contains one of
+    several equal blocks. Operators of this block represent those of all equal blocks.
     """
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
@@ -101,8 +103,8 @@ def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
 def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
     """Return, for each operator, the bytes that would be sent if a stage began at it.
 
-    Infinite if no stage can begin at it: a live value has no gradient or a data-dependent size, or other modes of the
-    model lack the operator.
+    Infinite if no stage can begin at the operator. Then a value that crosses the boundary has no gradient or a
+    data-dependent size, or another mode of the model lacks the operator.
     """
     position = {node: i for i, node in enumerate(nodes)}
     last_use: dict[fx.Node, int] = {}
@@ -138,7 +140,7 @@ def _tied_to_mode(node: fx.Node) -> bool:
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
     """Return the load of each stage, if every stage gets the same number of repeated blocks.
 
-    This is what a user would write by hand: the embedding joins the first blocks, the head the last.
+    The embedding is in the stage of the first blocks, the head in that of the last.
     """
     nodes = active_operators(graph)
     layers = sorted({layer for n in nodes if (layer := layer_of(name_of(n))) is not None})

@@ -24,7 +24,10 @@ StagePin = CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class StagePins:
-    """Indices of active operators at which a stage must begin (`begins`) or must not begin (`inside`)."""
+    """Indices of operators at which a stage must begin (`begins`) or must not begin (`inside`).
+
+    Indices count only operators that depend on parameters.
+    """
 
     begins: frozenset[int] = frozenset()
     inside: frozenset[int] = frozenset()
@@ -36,7 +39,7 @@ def pinned_partition(
 ) -> Partition:  # fmt: skip
     """Return the best partition that the pins allow.
 
-    Raises StageError with the conflicting pins if there is none.
+    Raises StageError with the conflicting pins if no partition follows all pins.
 
     Args:
         folds: deduplicated blocks of the trace, used if there are no stage pins.
@@ -83,7 +86,7 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 
 
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
-    """Return the operators that a name with `*` matches, as {texts that the `*` match: operator indices}.
+    """Return {texts that the `*` in a name match: indices of the operators that the name matches}.
 
     For example, `layers.*` gives the indices of layer 3 under the key `("3",)`.
     """

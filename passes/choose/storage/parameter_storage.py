@@ -3,13 +3,13 @@
 With `zero` of 1 to 3, a rank of `dp` stores one shard of a weight and of its optimizer state (ZeRO: Rajbhandari et al.
 2020, arXiv:1910.02054, section 5; stage 3 is FSDP: Zhao et al. 2023, arXiv:2304.11277). That is an ordinary placement,
 `S(d)` on `dp`. An operator that uses the weight converts it to `R(grad P)`: an all-gather in forward, a reduce-scatter
-of the gradient in backward. The stages of ZeRO differ in how long the runtime keeps the unsharded weight and gradient
+of the gradient in backward. The ZeRO stages differ in how long the runtime keeps the unsharded weight and gradient
 (`Program.zero`). Each dim is sharded by one axis at most, so that a shard is one contiguous range of the dim.
 
-`Axis.stores` marks the axes over which parameters may be stored sharded. Axes over which a weight is replicated are
-flattened to one, like `dp_shard_cp` in torchtitan: `S(0)` on `dp_cp` shards over the ranks of both axes, with one
-collective to gather it instead of two. An expert's weight, which `ep` shards, is stored over `dp_cp`, and other weights
-over `dp_cp_ep`. An expert's weight that both `ep` and `cp` shard (`expert_axes.py`) is stored over `dp`.
+`Axis.stores` marks the axes over which parameters may be stored sharded. All axes over which a weight is otherwise
+replicated are flattened to one axis, like `dp_shard_cp` in torchtitan. For example, `S(0)` on `dp_cp` shards over the
+ranks of both axes, and one collective gathers it. An expert's weight that `ep` shards is stored over `dp_cp`; one that
+`ep` and `cp` shard (`expert_axes.py`) is stored over `dp`. Other weights are stored over `dp_cp_ep`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Storage:
     Args:
         zero: ZeRO stage.
         pinned: pins on the data axis, by parameter.
-        beside: layout on the axes solved already, by parameter.
+        beside: {parameter: its layout on the axes that are already solved}.
     """
 
     mesh: Mesh = field(default_factory=lambda: Mesh({}))
@@ -42,9 +42,9 @@ class Storage:
     beside: Mapping[str, Layout] = field(default_factory=dict)
 
     def place(self, name: str, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
-        """Return the flattened axes over which a parameter is stored sharded, and its placement on them.
+        """Return the flattened axes over which a parameter is stored sharded, and its placement on these axes.
 
-        None if the parameter is replicated over them.
+        None if the parameter is stored replicated.
 
         Args:
             others: layout of the parameter on the other axes.
@@ -61,15 +61,15 @@ class Storage:
     def over(self, others: Layout) -> tuple[str, ...]:
         """Return the flattened axes over which a parameter can be stored sharded, most ranks first.
 
-        `others`: its layout on other axes.
+        `others`: layout of the parameter on the other axes.
         """
         return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
 
     def storing_axes_for(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
-        """Return the flattened axes over which a parameter can be stored with this placement, or "".
+        """Return the flattened axes over which a parameter can be stored with this placement, and a reason.
 
-        The second result is "", or the reason why there are no such axes. Without `zero`, only the data axis is
-        possible.
+        If there are none, the axes are "" and the reason explains why. Otherwise the reason is "". Without `zero`,
+        only the data axis is possible.
         """
         if not place.is_shard:
             return "", ""
@@ -90,9 +90,9 @@ class Storage:
 
 
 def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
-    """Return the placement that shards the first divisible dim, except dims that another axis shards.
+    """Return the placement that shards the first divisible dim that no other axis shards.
 
-    None if there is no such dim.
+    None if there is none.
     """
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
@@ -100,7 +100,7 @@ def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> P
 
 
 def storable_placements(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -> str:
-    """Return the possible placements on a storing axis, as text for errors: `S(0), S(1) or R`."""
+    """Return the possible placements on axes that store shards, as text for errors: `S(0), S(1) or R`."""
     fits = [
         f"S({dim})" for dim in range(len(sizes)) if not cannot_store_sharded(shard(dim), sizes, axis, ranks, others)
     ]

@@ -26,10 +26,10 @@ from autopart.plans.pins import LayoutPin
 
 @driven(notes=layout_notes)
 def choose_sharded_storage(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """Return the parameters' layouts `stored`, with shards over the storing axes (ZeRO) added.
+    """Return the layouts `stored` of the parameters, with ZeRO shards added.
 
-    Pinned parameters follow their pins. With `zero` of 1 or 2 all parameters that divide are sharded, with 3 only
-    parameters of two dims or more.
+    Pinned parameters follow their pins. ZeRO 1 and 2 shard all parameters that divide. ZeRO 3 shards only parameters
+    of two dims or more.
 
     Args:
         stored: layout by parameter. Placements on storing axes (`Axis.stores`) are ignored.

@@ -1,4 +1,4 @@
-"""Linearity of the backward of a user's `torch.autograd.Function`."""
+"""Test if the backward of a user's `torch.autograd.Function` is linear."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LINEAR = {
 def backward_is_linear(node: fx.Node) -> bool:
     """Return True if an operator's backward is linear in the output gradients.
 
-    Partial sums of output gradients then give partial sums of input gradients. This holds for all operators except
-    users' autograd Functions, whose backward may clip or normalize gradients. For such a Function, it holds if every
-    operator in its traced backward is linear in the gradients.
+    Partial sums of output gradients then give partial sums of input gradients. The backward of a user's autograd
+    Function may clip or normalize gradients. It is linear if every operator in its traced backward is linear in the
+    gradients. The backward of all other operators is linear.
     """
     user_function = made_for(node)
     backward = user_function.examined.backward if user_function is not None else None

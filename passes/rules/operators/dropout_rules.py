@@ -1,4 +1,4 @@
-"""Local form of dropout that draws its mask on each rank."""
+"""Local form of dropout: each rank draws the mask of its shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.passes.rules.local_forms import LocalCall
 
 
 def drop(call: LocalCall) -> fx.Node | None:
-    """Emit dropout that draws its mask on the rank; None if a noise argument is passed.
+    """Emit dropout that draws its mask on the rank; return None if a noise argument is passed.
 
     Shards of a value get independent masks. Ranks that replicate the value get equal masks.
     """

@@ -1,6 +1,6 @@
 """Local forms of operators whose table is sharded along its rows: vocabulary, classes, experts.
 
-In a mixture of experts, a row is a copy of a token for one of its experts.
+For a mixture of experts, "row" means a copy of a token for one of the token's experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
 
 
 def dispatch_axes_of(call: LocalCall) -> str:
-    """Return the flattened axes (`dp_ep`) over which a call's rows are dispatched to experts, or ""."""
+    """Return the flattened axes (`dp_ep`) over which a MoE call dispatches rows to experts, or ""."""
     return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_dispatched)
 
 
@@ -34,7 +34,7 @@ def _sharding_axes(call: LocalCall, factor: str) -> str:
     """Return the flattened axes over which the experts (or rows of a table) are sharded, or "".
 
     On some of these axes, rows are dispatched to the rank of their expert. On the other axes, every rank has all rows,
-    and its result is zero for rows of other ranks' experts.
+    and its result is zero for rows of experts that it does not have.
     """
     dispatch_axes, sharding_axes = mesh_axes_of(dispatch_axes_of(call)), call.axes_sharding(factor)
     return "_".join(axis for axis in call.strategies if axis in dispatch_axes or axis in sharding_axes)
@@ -43,7 +43,8 @@ def _sharding_axes(call: LocalCall, factor: str) -> str:
 def embedding(call: LocalCall) -> fx.Node | None:
     """Emit a vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    The result is zero for indices of other ranks' rows. Returns None if the table is not sharded along its rows.
+    The result is zero for indices of table rows on other ranks. Returns None if the table is not sharded along its
+    rows.
     """
     rows = shape(call.node.args[0])[0]
     routed, axis = dispatch_axes_of(call), _sharding_axes(call, "v")
@@ -58,7 +59,9 @@ def embedding(call: LocalCall) -> fx.Node | None:
 
 
 def cross_entropy(call: LocalCall) -> fx.Node | None:
-    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019); None if classes are not sharded.
+    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019).
+
+    Return None if classes are not sharded.
 
     It needs three all-reduces of one number per token (maximum, sum of exponentials, logit of the label) and never
     gathers the logits.
@@ -88,9 +91,9 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
-    """Emit the grouped product with the local experts; None if experts are not sharded.
+    """Emit the grouped product with the local experts; return None if experts are not sharded.
 
-    If rows are not dispatched, the result is zero for rows of other ranks' experts.
+    If rows are not dispatched, the result is zero for rows whose expert is on another rank.
     """
     axes = _sharding_axes(call, "e")
     if not axes:
@@ -99,7 +102,7 @@ def expert_linear(call: LocalCall) -> fx.Node | None:
 
 
 def to_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the dispatch: each rank gets the rows of its experts. None if experts are not sharded."""
+    """Emit the dispatch: each rank gets the rows of its experts. Return None if experts are not sharded."""
     axes = _dispatch_axes(call, call.output_layout())
     x, expert, times, num_experts = call.args[:4]
     if axes.selected:
@@ -114,7 +117,10 @@ def to_experts(call: LocalCall) -> fx.Node | None:
 
 
 def from_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the combine: each token gets the sum of its experts' outputs. None if experts are not sharded."""
+    """Emit the combine: each token gets the sum of its experts' outputs.
+
+    Return None if experts are not sharded.
+    """
     axes = _dispatch_axes(call, {axis: strategy.inputs[0] for axis, strategy in call.strategies.items()})
     x, expert, times, num_experts = call.args[:4]
     if not axes.all_to_all:
@@ -132,7 +138,7 @@ def from_experts(call: LocalCall) -> fx.Node | None:
 
 
 class _DispatchAxes(NamedTuple):
-    """Flattened mesh axes over which experts are sharded, by how a rank gets the rows of its experts.
+    """Flattened mesh axes over which experts are sharded, in two groups.
 
     Args:
         all_to_all: axes over which an all-to-all sends each row to the rank of its expert; "" for none.
@@ -153,8 +159,8 @@ def _dispatch_axes(call: LocalCall, rows: Layout) -> _DispatchAxes:
 def _select_rows(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Emit the selection of the rows whose experts this rank has, along the axes `axes.selected`.
 
-    An all-to-all over `axes.all_to_all` follows. Returns the selected rows of `x` and their expert indices. The node of
-    the expert indices is shared by the dispatch and the combine.
+    An all-to-all over `axes.all_to_all` follows. Returns the selected rows of `x` and their expert indices. A dispatch
+    and its combine share the node of the expert indices.
 
     Args:
         rows: upper bound of the number of selected rows.
@@ -202,7 +208,7 @@ def _all_to_all(
 ) -> fx.Node:  # fmt: skip
     """Emit the all-to-all that dispatches or combines rows.
 
-    Ranks first exchange the numbers of rows. Dispatch and combine share the node of this exchange.
+    Ranks first exchange the numbers of rows. A dispatch and its combine share the node of this exchange.
 
     Args:
         operator: `dispatch` or `combine`.

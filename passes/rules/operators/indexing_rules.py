@@ -29,7 +29,7 @@ def gather(node: fx.Node) -> Pattern | None:
 
 
 def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a function from a call of a scatter operator to the call's rule.
+    """Return a function that returns the rule of a call of a scatter operator.
 
     The indexed dim cannot be sharded. All other dims can be sharded if they have the same size in the index and the
     tensor.
@@ -103,8 +103,8 @@ def _factors_along(
         at: the indexed dim.
 
     Returns:
-        (dims of the operand, dim of the index, factors that cannot be sharded, options for `pattern`). There are
-        options only if the index was computed by boolean indexing.
+        (dims of the operand, dim of the index, factors that cannot be sharded, options for `pattern`). The options are
+        empty unless the index was computed by boolean indexing.
     """
     tied = tie(shape(node.args[0]), {at: index})
     if tied is None:

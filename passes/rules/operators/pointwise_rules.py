@@ -14,14 +14,14 @@ from autopart.tracing.autograd.autograd_functions import NAMESPACE
 
 
 def is_tagged_pointwise(node: fx.Node) -> bool:
-    """Return True if a user's autograd.Function was found to be elementwise when it was traced."""
+    """Return True if tracing has found that a user's autograd.Function is elementwise."""
     return operator_name(node).startswith(f"{NAMESPACE}::") and torch.Tag.pointwise in node.target.tags
 
 
 def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a function from a call of an elementwise operator to the call's rule.
+    """Return a function that returns the rule of a call of an elementwise operator.
 
-    It returns None for overloads that reduce (`max(x)`).
+    The function returns None for overloads that reduce (`max(x)`).
 
     Args:
         linear: sets of argument positions that can be partial sums at once. If the argument at such a position is a

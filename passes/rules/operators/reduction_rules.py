@@ -1,4 +1,4 @@
-"""Rules of reductions, and of other operators along a dim that must not be sharded (softmax, sort)."""
+"""Rules of reductions, and of operators along a dim that cannot be sharded (softmax, sort)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def reduction(node: fx.Node) -> Pattern:
 def mean(node: fx.Node) -> Pattern:
     """Return the rule of `mean`: sharding a reduced dim makes the output a partial sum.
 
-    Each rank's result is its share of the global mean (`_local_share`).
+    The results of all ranks add up to the global mean (`_local_share`).
     """
     return replace(_reduce(node, whole=False), local=_local_share)
 
 
 def _local_share(call: LocalCall) -> fx.Node | None:
-    """Emit this rank's share of a global mean, which is the sum of all shares. None if nothing is sharded.
+    """Emit this rank's share of a global mean: the shares of all ranks add up to it.
+
+    Return None if nothing is sharded.
 
     With equal shards, the share is the local mean divided by the number of shards. Otherwise it is the local sum
     divided by the global number of elements.
@@ -91,7 +93,7 @@ def half_spectrum(node: fx.Node) -> Pattern:
 
 
 def along_dim(name: str, linear: bool = False) -> Callable[[fx.Node], Pattern]:
-    """Return a function from a call to its rule, for operators such as `softmax`.
+    """Return a function that returns the rule of a call of an operator such as `softmax`.
 
     Such an operator works along dims that cannot be sharded, and its output has the shape of the input.
 

@@ -1,8 +1,8 @@
-"""Rules of boolean indexing: `positions` returns the indices of selected elements.
+"""Rules of boolean indexing: the operator `positions` returns the indices of selected elements.
 
 Other operators read from or write to a tensor at these indices. The dim of selected elements has the factors of the
 mask's dims, `(m0 m1 selected)`, although it has only the selected elements. If the batch is sharded, a rank selects
-from its local samples, and indices are relative to its first sample.
+from its local samples, and the indices count from the rank's first sample.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _where(call: LocalCall) -> fx.Node:
 
 @dataclass(frozen=True)
 class SelectionTie:
-    """Match of a tensor with the mask of a boolean selection whose indices select from the tensor.
+    """Relation between a tensor and the boolean mask whose selected indices are read from the tensor.
 
     Args:
         selected: factors of the dim of selected elements.
@@ -56,10 +56,10 @@ class SelectionTie:
 
 
 def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | None:
-    """Match a tensor with the boolean selection from which all its indices come.
+    """Match a tensor with the boolean mask from which all its indices are computed.
 
-    Returns None if the indices come from several selections or from none, or if no dim of the tensor equals a dim of
-    the mask.
+    Returns None if the indices come from several masks or from none, or if no dim of the tensor equals a dim of the
+    mask.
 
     Args:
         source: shape of the tensor.
@@ -87,8 +87,8 @@ def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | 
 def shifts_indices(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
     """Return True if sharding input `position` over the batch would make a call use wrong indices.
 
-    Indices of selected elements are relative to the rank's first sample. Operators that index with them
-    (`Pattern.tied`) are written for such indices. For other operators, the function returns True.
+    Indices of selected elements count from the rank's first sample. Operators that index with them (`Pattern.tied`)
+    are written for such indices. For other operators, the function returns True.
     """
     indices = positions_of(source)
     if indices is None or position in pattern.tied or positions_of(node) is not None:

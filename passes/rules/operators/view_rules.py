@@ -24,8 +24,8 @@ def view(node: fx.Node) -> Pattern | None:
 def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, dict[str, int], list[str]]:
     """Split the dims of two shapes into common factors.
 
-    For example, (4, 12, 32) and (48, 4, 8) have the factors 4, 12, 4, 8. Dims without common factors (6, 4 and 8, 3)
-    remain one factor each, which cannot be sharded. So do all dims if one has size 0.
+    For example, (4, 12, 32) and (48, 4, 8) have the factors 4, 12, 4, 8. If dims have no common factors, as (6, 4) and
+    (8, 3), each dim stays one factor, which cannot be sharded. The same holds for all dims if one dim has size 0.
 
     Returns:
         Factors of each dim before, factors of each dim after, {factor: size}, and the factors that cannot be sharded.
@@ -93,7 +93,7 @@ def expand(node: fx.Node) -> Pattern:
 
 
 def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
-    """Return a function from a call to its rule, for operators that reorder dims.
+    """Return a function that returns the rule of a call, for operators that reorder dims.
 
     Args:
         order: `order(node, ndim)` lists the input dim of every output dim.

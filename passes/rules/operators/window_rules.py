@@ -1,6 +1,6 @@
 """Rules of convolutions and other operators over spatial windows.
 
-Spatial dims cannot be sharded: a shard would need the borders of its neighbours (halo exchange).
+Spatial dims cannot be sharded: a shard would need the borders of the neighbouring shards (halo exchange).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopart.passes.rules.local_forms import group_argument
 
 
 def convolution(node: fx.Node) -> Pattern | None:
-    """Return the rule of convolutions. Groups can be sharded, or the channels of each group.
+    """Return the rule of convolutions. The groups can be sharded, or the channels of each group.
 
     The channel dims have the factors (groups, channels per group). None if the call has a bias: a pass moves the bias
     to a separate addition.
