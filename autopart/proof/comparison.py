@@ -238,7 +238,7 @@ class GraphUnderTest:
         return dict.fromkeys(self.traced.buffer_updates, FLOOR) | terms
 
     def gradient_magnitudes(self, names: Collection[str], factor: float = 1.0) -> dict[str, Tensor]:
-        """Return {parameter: summed magnitudes of the terms of its gradient}, times a factor."""
+        """Return {parameter: total magnitude of the terms of its gradient}, times a factor."""
         values = self.values()
         terms = gradient_magnitudes(self.seed(self.flat_outputs(values)), values, names)
         return {name: magnitude * factor for name, magnitude in terms.items()}

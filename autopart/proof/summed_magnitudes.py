@@ -107,7 +107,7 @@ def _linear_users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _terms(user: fx.Node, node: fx.Node, values: Mapping[fx.Node, Any], of_output: Tensor) -> Tensor:
-    """Return the summed magnitudes of the gradient of a linear operator's input.
+    """Return the total magnitude of the terms of the gradient of a linear operator's input.
 
     Args:
         node: the input.

@@ -19,14 +19,14 @@ ROUNDING = 1e-12
 """Gradients below this, relative to the largest gradient, count as rounding of sums that cancel."""
 
 TERM_ROUNDING = 1e-14
-"""Two gradients differ only by rounding if their difference, relative to the summed magnitudes of their terms, is below
+"""Two gradients differ only by rounding if their difference, relative to the total magnitude of their terms, is below
 this."""
 
 SAME_DIGITS = 1e-8
 """Gradients whose relative difference is below this are compared without a look at their terms."""
 
 Magnitudes = Callable[[Collection[str]], Mapping[str, Tensor]]
-"""Function of parameter names that returns the summed magnitudes of the terms of their gradients."""
+"""Function of parameter names that returns the total magnitude of the terms of their gradients."""
 
 
 @dataclass(frozen=True)
