@@ -142,7 +142,7 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
 
 
 def _prologue_names(walks: Sequence[Liveness]) -> dict[str, str]:
-    """Return {name of a prologue buffer in `walks`: name in the table}, the key of the operator that allocates it.
+    """Return {name of a prologue buffer in `walks`: its name in the table}, an operator key.
 
     Names of graph nodes depend on the stage and on the number of traced blocks, keys do not. Several buffers of one
     operator are numbered.

@@ -172,7 +172,7 @@ def check_batch(trace: Trace, mesh: Mesh, microbatches: int) -> None:
 
 
 def _of_a_list(trace: Trace, batch: int) -> str:
-    """Describe where the batch size comes from, if it is the first dim of tensors in a list, such as images."""
+    """Describe where the batch size comes from, if it is the first dim of tensors in a list."""
     names = [facts(node).get("input_name", "") for node in trace.graph.find_nodes(op="placeholder")
              if shape(node)[:1] == (batch,)]  # fmt: skip
     if not names or not all(name.rpartition(".")[2].isdigit() for name in names):
