@@ -22,6 +22,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -395,8 +396,8 @@ def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor with data: neither fake nor meta."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    """Return True for a tensor with data: neither fake, nor meta, nor lazy and uninitialized."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor))
 
 
 def fake_mode() -> AbstractContextManager[Any]:

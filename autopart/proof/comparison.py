@@ -26,7 +26,7 @@ from autopart.ir.sharding import local_shard_of
 from autopart.ir.trace import Trace
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.proof.summed_magnitudes import summed_magnitude
+from autopart.proof.summed_magnitudes import gradient_magnitudes, summed_magnitude
 from autopart.runtime.batch.batch_split import merge_microbatches
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
@@ -216,7 +216,7 @@ class GraphUnderTest:
         inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
         all_grads = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
         pairs = zip(trained, all_grads, strict=False)
-        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
+        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None and g.numel()}
         names = self.traced.call.with_gradient
         input_grads = {n: g for n, g in zip(names, all_grads[len(trained) :], strict=True) if g is not None}
         # Copies: an output may be a buffer.
@@ -236,6 +236,12 @@ class GraphUnderTest:
             values = self.values()
             terms = {name: scale_of(summed_magnitude(node, values)) for name, node in updates.items()}
         return dict.fromkeys(self.traced.buffer_updates, FLOOR) | terms
+
+    def gradient_magnitudes(self, names: Collection[str], factor: float = 1.0) -> dict[str, Tensor]:
+        """Return {parameter: total magnitude of the terms of its gradient}, times a factor."""
+        values = self.values()
+        terms = gradient_magnitudes(self.seed(self.flat_outputs(values)), values, names)
+        return {name: magnitude * factor for name, magnitude in terms.items()}
 
     # Partitioned
 

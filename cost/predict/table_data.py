@@ -179,7 +179,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
 
 
 def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
-    sizes: dict[str, Any] = {name: _read(data[name]) for name in ("kept", "in_forward", "in_backward", "load")}
+    sizes: dict[str, Any] = {name: _read(data[name]) for name in ("in_forward", "in_backward")}
     sizes |= {name: _read(data.get(name, ())) for name in _OPTIONAL_BYTES}
     sizes |= {name: _read(data[name]) if name in data else None for name in ("crossing", "recomputed")}
     names: dict[str, Any] = {name: tuple(data.get(name, ())) for name in _NAMES}
@@ -246,8 +246,8 @@ _MORE_SIZES = ("flops", "depth", "causal")
 _WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
 _RANKS = (*CHOSEN, "m")
 """Axes whose number of ranks is stored, and the microbatches of a tail, if they are more than one in the plan."""
-_BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
-_OPTIONAL_BYTES = ("alike", "unkept", "kept_later", "after_backward", "delayed")
+_BYTES = ("in_forward", "in_backward", "crossing")
+_OPTIONAL_BYTES = ("kept", "load", "alike", "unkept", "kept_later", "after_backward", "delayed")
 """Fields of an `OperatorRow` that are stored if they are not zero."""
 _NAMES = ("parameters", "reads_also", "inputs")
 _NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")

@@ -223,7 +223,7 @@ def batch_strategies(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit
     microbatches = schedule.microbatches
     # Without samples nothing is split.
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
-        check_batch(batch_size(trace), mesh, microbatches)
+        check_batch(trace, mesh, microbatches)
     split = split_batch(trace.graph, mesh.data_parallel_size, microbatches)
     if split.mixed is not None:
         _check_tail(trace, mesh, schedule, split.mixed, split.tail)

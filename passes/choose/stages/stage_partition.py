@@ -20,9 +20,9 @@ from autopart.errors import StageError
 from autopart.ir.atoms import selections_in
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, expand_blocks
 from autopart.ir.facts import facts
-from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs, tuple_values
+from autopart.ir.graph import active_operators, name_of, shape, size_bytes, source_of, tensor_inputs, tuple_values
 from autopart.ir.mesh import Mesh
-from autopart.ir.trace import Trace
+from autopart.ir.trace import Trace, batch_size
 from autopart.passes.choose.problem import Problem
 from autopart.passes.normalize.batch_norm_forms import INNER
 
@@ -177,8 +177,9 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
     return loads
 
 
-def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
+def check_batch(trace: Trace, mesh: Mesh, microbatches: int) -> None:
     """Raise StageError if the batch does not divide over data-parallel ranks and microbatches."""
+    batch = batch_size(trace)
     parts = mesh.batch_divisor * microbatches
     if batch % parts:
         fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_divisor * m) == 0]
@@ -187,8 +188,17 @@ def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
         inside = f", or {mesh.innermost('positions')} in place of {axes[0]}: it shards the sequence of a sample"
         raise StageError(
             f"a batch of {batch} samples cannot be split into {over}microbatches={microbatches} equal parts",
-            why=f"{batch} is not a multiple of {parts}",
+            why=f"{batch} is not a multiple of {parts}" + _of_a_list(trace, batch),
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
             else f"a batch size that is a multiple of {mesh.batch_divisor}{inside * (batch < mesh.batch_divisor)}",
         )
+
+
+def _of_a_list(trace: Trace, batch: int) -> str:
+    """Describe where the batch size comes from, if it is the first dim of tensors in a list."""
+    names = [facts(node).get("input_name", "") for node in trace.graph.find_nodes(op="placeholder")
+             if shape(node)[:1] == (batch,)]  # fmt: skip
+    if not names or not all(name.rpartition(".")[2].isdigit() for name in names):
+        return ""
+    return f": the first dim of '{names[0]}' counts as the samples, because the tensors of a list are separate inputs"
