@@ -210,13 +210,15 @@ def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program
         check(program)
         return program
     except TraceError as refused:
-        entry.draws_by_torch = entry.semantics.may_rewrite = True
-        try:
-            program = _exported(entry, example)
-        except Exception:  # torch returns a tensor where a number is needed
-            raise refused from None
-        check(program)
-        return program
+        entry.semantics.may_rewrite = True
+        for entry.draws_by_torch, entry.draws_on_host in ((True, False), (False, True)):
+            try:
+                program = _exported(entry, example)
+                check(program)
+                return program
+            except Exception as error:  # torch returns a tensor where a number is needed
+                failure = error
+        raise refused from (failure if isinstance(failure, TraceError) else None)
 
 
 def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
