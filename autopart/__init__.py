@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "LoopVerification", "Mesh",
     "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification", "calibrate", "check_rule", "crossover",
-    "doctor", "host_function", "parallelize", "pins_from", "plan", "rule", "search", "search_blocks", "simulate", "verify",
-    "verify_loop",
+    "doctor", "host_function", "parallelize", "pins_from", "plan", "rule", "search", "search_blocks", "simulate",
+    "verify", "verify_loop",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -172,7 +172,7 @@ HOST_FUNCTION = "host_function"
 
 
 def is_host_draw(node: fx.Node) -> bool:
-    """Return True if a call runs a host function that depends on inputs alone, and can draw random numbers."""
+    """Return True if a call runs a host function of inputs alone, which can draw random numbers."""
     return getattr(node.target, "namespace", "") == HOST_FUNCTION and draws_random_numbers(node)
 
 

@@ -209,6 +209,8 @@ class Reference:
 
     def _run_model(self, subject: GraphUnderTest) -> Results:
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
+        inputs = [leaf for leaf in tree_flatten(self.arguments)[0] if isinstance(leaf, Tensor)]
+        versions = [(leaf, leaf._version, leaf.detach().clone()) for leaf in inputs]
         written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
         with restore_buffers(self.base, written_parameters), PythonState(self.model):
             by_torch = DRAWN_BY_TORCH in subject.traced.notes
@@ -217,6 +219,9 @@ class Reference:
             written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}
             results = subject.differentiate(flat, written, subject.traced.parameters)
+        for leaf, version, value in versions:  # the forward augments this input in place
+            if leaf._version != version:
+                leaf.detach().copy_(value)
         self.lost = changed - set(written)
         return results
 

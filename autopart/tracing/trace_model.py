@@ -355,7 +355,11 @@ def _from_exported(
     if isinstance(model, WithLoss):
         _mark_loss(model, graph)
     inputs = dict(zip(plain_names, call.names, strict=True))
-    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, name_of(target)))
+
+    def named_as(target: str) -> str:
+        return inputs.get(target, name_of(target))
+
+    notes += name_outputs(users_model(model), graph, signature.output_specs, named_as)
     check_unwritten(model, graph.output_node().args[1])
     name_function_nodes(graph)
     if arguments.get(_NO_CACHE) is False:

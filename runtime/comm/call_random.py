@@ -63,7 +63,7 @@ def one_stream(
     Yields a function that resets the random state. It must be called before each prologue.
 
     Args:
-        process: this rank, which receives the first rank's results of host functions; None for all ranks in one process.
+        process: this rank, which receives the first rank's results of host functions. None: all ranks in one process.
     """
     if program.draws is None:
         yield lambda: None

@@ -49,6 +49,7 @@ from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
+from autopart.tracing.python.host_functions import HostArray
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
@@ -147,6 +148,8 @@ class EagerSemantics(TorchFunctionMode):
             return passing
         if (value := self.decisions.answer((func, args, kwargs), tensors, frame)) is not UNKNOWN:
             return value
+        if func is Tensor.numpy:
+            return HostArray(args[0].detach())
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)

@@ -1,4 +1,4 @@
-"""Host functions: code of a forward that computes with numpy, scipy or Python, as one operator of the trace.
+"""Host functions: code of a forward that uses numpy, scipy or Python, as one operator of a trace.
 
 Examples are the masks of SpecAugment, which numpy draws, and the matching of boxes by
 `scipy.optimize.linear_sum_assignment`. A trace has no values, so the function itself becomes an operator in the
@@ -39,9 +39,8 @@ from autopart.tracing.trace_errors import LostInTrace
 F = TypeVar("F", bound=Callable[..., Any])
 Like = Any
 """Example tensors of the results, or a function of the arguments that returns them."""
-HINT = "autopart.host_function(fn) around the function that computes it"
 _LIBRARY = torch.library.Library(HOST_FUNCTION, "FRAGMENT")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device)
 _NUMBERS = (bool, int, float, np.generic)
 _KNOWN_FUNCTIONS = {"linear_sum_assignment": "scipy.optimize"}
 """Host functions that need no mark: {name: module}."""
@@ -58,9 +57,10 @@ exchange = ContextVar("runs a host function, and returns the first rank's result
 
 
 class HostArray(IndexList):
-    """Stand-in for a numpy array, or a list of numbers, that a host function returns in a trace.
+    """Stand-in for a numpy array of activations, or an array or list that a host function returns.
 
-    It becomes a tensor by `torch.tensor`, `torch.as_tensor` or `torch.from_numpy`, and it can index a tensor.
+    A host function accepts it. It becomes a tensor by `torch.tensor`, `torch.as_tensor` or `torch.from_numpy`, and it
+    can index a tensor.
     """
 
     @property
@@ -81,14 +81,21 @@ class HostArray(IndexList):
     def copy(self) -> HostArray:
         return HostArray(self.tensor)
 
+    def __getitem__(self, index: Any) -> HostArray:
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(part, (int, slice)) for part in parts):
+            self.lost()
+        return HostArray(self.tensor[index])
+
     def lost(self, *_: Any) -> NoReturn:
         raise LostInTrace(
-            "Python computes with an array that a host function returns",
-            "the array differs in every call, and a trace has no values",
-            f"{HINT}, up to the tensor", Refusal.NUMPY,
+            "Python computes with a numpy array",
+            "the values of the array differ in every call, and a trace has no values",
+            "the same computation in torch, or autopart.host_function around the function that computes with the array",
+            Refusal.NUMPY,
         )  # fmt: skip
 
-    __iter__ = __getitem__ = __contains__ = __reversed__ = __eq__ = __ne__ = __add__ = __radd__ = lost
+    __iter__ = __contains__ = __reversed__ = __eq__ = __ne__ = __add__ = __radd__ = lost
     __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __lt__ = __le__ = __gt__ = __ge__ = __invert__ = lost
     __array__ = lost
     __hash__ = None  # type: ignore[assignment]
@@ -179,7 +186,8 @@ def _unless_of_activations(function: FunctionType, known: ConcreteConstants) -> 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
-        is_known = all(known.is_recorded(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        is_known = all(known.is_recorded(tensor) and not tensor.requires_grad for tensor in tensors)
         is_plain = all(isinstance(leaf, (Tensor, HostArray, np.ndarray, *_NUMBERS, *_PLAIN)) for leaf in leaves)
         return marked(*args, **kwargs) if is_known and is_plain else function(*args, **kwargs)
 
@@ -199,7 +207,9 @@ class _HostCall:
         self.is_array = [isinstance(leaf, HostArray) for leaf in tree_flatten((args, kwargs))[0]]
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, np.ndarray, *_NUMBERS, *_PLAIN)):
-                raise self._lost(f"it receives a {type(leaf).__name__}; only tensors, numbers and strings are supported")
+                raise self._lost(
+                    f"it receives a {type(leaf).__name__}; only tensors, numbers and strings are supported"
+                )
         self.tensors = [leaf.detach() for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.is_of_inputs = all(map(known.is_recorded, self.tensors))
 
@@ -220,8 +230,13 @@ class _HostCall:
         leaves = [next(remaining).detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         leaves = [leaf.numpy() if is_array else leaf for leaf, is_array in zip(leaves, self.is_array, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
+        before = list(map(_content, leaves))
         with torch.no_grad(), variable(_runs, True):
-            return self.fn(*args, **kwargs)
+            results = self.fn(*args, **kwargs)
+        after = list(map(_content, tree_flatten((args, kwargs))[0]))
+        if after != before:
+            raise self._lost("it changes an argument")
+        return results
 
     def _results(self) -> tuple[list[str], list[tuple[tuple[int, ...], torch.dtype]], Any]:
         """Return the kind, shape and dtype of each result, and the structure of all results."""
@@ -236,11 +251,9 @@ class _HostCall:
                 operands = [self._operand(tensor, seed) for tensor in self.tensors]
                 random.seed(seed)
                 np.random.seed(seed)
-                before, versions = random_state(), [operand._version for operand in operands]
+                before = random_state()
                 with outside_of_tracing():
                     forms.append(self._forms(self.call(operands)))
-                if versions != [operand._version for operand in operands]:
-                    raise self._lost("it writes to a tensor that it is passed")
                 if not self.is_of_inputs and random_state() != before:
                     raise self._lost("it reads activations and draws random numbers, which would differ between ranks")
         finally:
@@ -323,6 +336,14 @@ class _HostCall:
 
 
 _OPERATORS: dict[tuple[Any, str], Any] = {}
+
+
+def _content(leaf: Any) -> Any:
+    """Return the content of an argument, to find out if a function changes it."""
+    array = leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+    if isinstance(array, Tensor):
+        return array.contiguous().view(torch.uint8).numpy().tobytes() if array.numel() and array.ndim else str(array)
+    return array.tobytes() if isinstance(array, np.ndarray) else array
 
 
 def _text(leaf: Any) -> str:
