@@ -98,7 +98,7 @@ class CheckpointError(AutopartError, RuntimeError):
 
 
 class UsageError(AutopartError):
-    """A use of an `nn.Module` that is wrong or has no effect on a partitioned model."""
+    """A partitioned model is used in a way that it does not support, or that would have no effect."""
 
 
 class MissingAttribute(UsageError, AttributeError):

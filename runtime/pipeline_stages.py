@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopart.compat.pipelining_internals import schedule_class, split_backward_counts_twice, stage_class
+from autopart.compat.torch_internals import LazyGraphModule
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.run.schedules import SINGLE_STAGE, check_schedule, schedule_for
@@ -98,8 +99,9 @@ class StageModule(nn.Module):
         self.tensors = {**tensors, **unsharded.parameters}
         stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)
         self.stage = stage
-        prologue = self._bind(stage.prologue)
+        prologue: Any = self._bind(stage.prologue)
         self.constants = Constants(prologue)
+        prologue.real_recompile()
         self.prologue = prologue.forward  # not a submodule, because it has no trained parameters
         self.masks = StageMasks(stage, self._bind, constant_masks)
         self.specialized_graphs: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)
@@ -135,7 +137,8 @@ class StageModule(nn.Module):
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
         process = self.process
         groups = {**process.groups, **process.joined_groups}
-        return bind(graph, groups, process.coordinates, process.device, self.tensors, self.unsharded.parameters)
+        unsharded = self.unsharded.parameters
+        return bind(graph, groups, process.coordinates, process.device, self.tensors, unsharded, LazyGraphModule)
 
     def _specialized_graph(self, mask_structures: MaskStructures) -> _BoundGraph:
         def write() -> _BoundGraph:

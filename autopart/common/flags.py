@@ -13,7 +13,7 @@ from autopart.errors import OptionError
 DUMP, CHECK = "AUTOPART_DUMP", "AUTOPART_CHECK"
 VARIABLES = {
     DUMP: "a folder in which every pass writes what it changed",
-    CHECK: "1: the graph is checked after every pass, and not at the end alone",
+    CHECK: "1: the graph is checked after every pass, and programs derived for new sizes are compared with traces",
 }
 _SWITCH = {"": False, "0": False, "1": True}
 
@@ -21,7 +21,8 @@ _SWITCH = {"": False, "0": False, "1": True}
 class Flags(NamedTuple):
     """Values of autopart's environment variables.
 
-    `dump`: folder in which passes write their graphs, or "". `check`: True to check the graph after every pass.
+    `dump`: folder in which passes write their graphs, or "". `check`: True to check the graph after every pass,
+    and to compare programs that are derived for new sizes with traced ones.
     """
 
     dump: str

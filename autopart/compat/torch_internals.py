@@ -45,7 +45,10 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
-    """Compile a function with inductor. Inductor's on-disk cache is shared only between equal tags."""
+    """Compile a function with inductor.
+
+    Functions share an entry of inductor's on-disk cache only if their tags are equal.
+    """
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
 

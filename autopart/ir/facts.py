@@ -36,10 +36,10 @@ class CostNotes(NamedTuple):
         joins: how `torch.compile` fuses the operator with others. "": not fused, unless the operator is elementwise.
             "remade": fused, and the backward recomputes it if that saves memory. "copied": fused, never recomputed.
             "drawn": fused, and its random mask is saved for backward.
-        gradients: kernels with which eager torch computes the gradients of its operands. "together": one kernel for all
-            operands. "each": one kernel per operand. "handed on": no kernel, because the gradient of the output is
-            passed on (addition). For views: "part", zeros with a copy of the slice; "parts", a concatenation;
-            "repeated", a sum over the expanded dim.
+        gradients: kernels of the operator's backward in eager torch. "together": one kernel for the gradients of all
+            operands. "each": one kernel per operand. "handed on": no kernel; an addition passes its output gradient on.
+            "part": a slice copies its gradient into zeros. "parts": a split concatenates gradients. "repeated": an
+            `expand` sums its gradient.
         keeps_sign: the backward needs only the sign of the input, for which a compiler saves one byte per element.
     """
 

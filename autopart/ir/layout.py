@@ -342,10 +342,10 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return the placement with the number of sections that are left after other axes have split the dim.
+    """Return the placement of a dim whose sections another axis has already split.
 
-    A dim can be sharded over several axes. If another axis shards it into fewer sections, that axis splits it first.
-    Each of its ranks then has only some of the sections: of 6 sections and 2 ranks, 3.
+    Example: `tp` shards a dim with 6 sections, and `dp` shards the dim over 2 ranks without sections. The axis with
+    fewer sections splits first. So a `dp` rank has 3 of the 6 sections, and the result for `tp` is `sections=3`.
 
     Args:
         others: (placement, number of ranks) of each other axis.

@@ -1,4 +1,8 @@
-"""Structure of attention masks: sliding windows, and runs of queries whose attended keys form a range."""
+"""Structure of attention masks that kernels can use without reading the mask.
+
+It is a sliding window, or a list of runs. A run is a group of consecutive queries. From one query of a run to the next,
+each end of the attended key range stays or moves by one key.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ class MaskWindow(NamedTuple):
 
 
 class QueryRun(NamedTuple):
-    """Run of consecutive queries, each of which attends a range of keys.
+    """Group of consecutive queries, each of which attends one contiguous range of keys.
 
-    From each query to the next, the range moves by one key. Query i of the run attends the keys from max(low, first +
-    i) up to, but not including, min(high, end + i). The keys `low` to `high - 1` are the keys of the run.
+    Query i attends the keys from max(low, first + i) up to, but not including, min(high, end + i). So the range moves
+    by one key per query, as in a causal mask or a sliding window, but stays within the keys `low` to `high - 1`.
     """
 
     queries: int
@@ -30,7 +34,7 @@ class QueryRun(NamedTuple):
     end: int
 
     def part(self, start: int, stop: int) -> QueryRun:
-        """Return the run of the queries `start` to `stop - 1`, counted from the first query of this run."""
+        """Return a run of only the queries `start` to `stop - 1`, counted from the first query of this run."""
         low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
         return QueryRun(stop - start, low, high, self.first + start, self.end + start)
 
@@ -55,10 +59,11 @@ class QueryRun(NamedTuple):
         return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
 
     def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, QueryRun]]:
-        """Restrict the run to the keys `low` to `high - 1`, and split it into blocks for the attention kernel.
+        """Yield blocks of these queries for the attention kernel, restricted to the keys `low` to `high - 1`.
 
-        If the kernel supports the mask, the run is one block, or an unmasked block and a causal block. Otherwise it is
-        split into blocks of `ROWS` queries, so that masks and scores stay small.
+        If a kernel supports the mask, there are one or two blocks, each with all queries. If there are two, the first
+        has the keys that all queries attend, and the second has the last keys with a causal mask. If no kernel supports
+        the mask, each block has at most `ROWS` queries, so that masks and scores stay small.
 
         Args:
             has_kernel: the device has an attention kernel for causal and unmasked blocks.

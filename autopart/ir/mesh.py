@@ -314,7 +314,7 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
 
 
 def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
-    """Raise OptionError if `balance` is larger than possible, even with all tokens on one rank.
+    """Raise OptionError if `balance` is larger than its value when one rank gets all tokens.
 
     Args:
         balance: tokens of the busiest expert-parallel rank, as a multiple of the mean.

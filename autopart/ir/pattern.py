@@ -33,8 +33,8 @@ class Pattern:
         all_reduces: number of all-reduces in that local operator, each of the size of its output.
         flops: FLOPs of the call.
         joined: {factor: section sizes} of concatenated dims (`cat`, `split_with_sizes`).
-        tied: indices of inputs that contain the positions of selected elements (`ir/selection.py`). Such an input is
-            sharded with the elements.
+        tied: numbers of the inputs that contain the indices of elements selected by a mask (`ir/selection.py`). Such an
+            input is sharded in the same way as the selected elements.
         routes: "out" if the call dispatches tokens to experts, "back" if it combines the outputs of experts.
         context: "ring" if the call is attention that can run as ring attention: keys and values are sharded like
             queries and rotate around a ring of ranks.

@@ -2,8 +2,8 @@
 
 On a GPU it is torch's own fused kernel. The CPU implementation saves for backward what that kernel saves: operands,
 output, and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). On the CPU that number is the largest
-score of the query. Its backward recomputes the attention weights and draws the same mask again as `dropout` does.
-Forward and backward process one sample of the batch at a time.
+score of the query. The CPU backward recomputes the attention weights, and draws the mask of the forward again from its
+seed. Forward and backward process one sample of the batch at a time.
 """
 
 from __future__ import annotations

@@ -261,8 +261,9 @@ def attention_runs(
     Returns:
         The output, of shape [b, h, q, e].
 
-    If a kernel returns the log-sum-exp, it attends the keys before a run's diagonal without a mask and the keys on the
-    diagonal as causal. Both results are combined by their log-sum-exp.
+    If the device has a kernel that returns the log-sum-exp, a run is computed in two calls. One call attends, without a
+    mask, the keys that all queries of the run attend. The other call attends the last keys with a causal mask. Both
+    results are combined by their log-sum-exp.
     """
     all_runs = runs_of(runs)
     needs_masks = any(any(run.hides) and not run.is_causal for run in all_runs)

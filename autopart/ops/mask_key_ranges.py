@@ -60,7 +60,7 @@ class KeyRanges(NamedTuple):
         return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[QueryRun]:
-        """Split the queries into runs (`QueryRun`). Returns [] if samples differ."""
+        """Split the queries into `QueryRun`s: groups of consecutive queries. Returns [] if samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return []
@@ -88,9 +88,10 @@ class KeyRanges(NamedTuple):
 
 
 def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
-    """Return True if the range of `query` continues the run of queries that begins with query `start`.
+    """Return True if `query` belongs to the `QueryRun` that begins with query `start`.
 
-    In a run, `first` is constant and then increases by one per query; `end` increases by one and then is constant.
+    In a run, `first` stays constant for some queries, then increases by one per query. `end` increases by one per
+    query, then stays constant.
     """
     begins, ends = first[query] - first[query - 1], end[query] - end[query - 1]
     has_risen, has_stayed = first[query - 1] > first[start], query - start > 1 and end[query - 1] == end[query - 2]

@@ -1,4 +1,4 @@
-"""Detection of sliding windows in attention masks, and attention over windows and runs by blocks.
+"""Detection of sliding windows in attention masks, and attention that is computed in blocks.
 
 If each query attends a fixed number of keys before and after its position, the mask is a `MaskWindow`. Causal
 attention, a sliding window and attention to all keys are windows in this sense. A kernel that gets the window instead

@@ -10,7 +10,7 @@ local operation, and so is its backward. `own` keeps the value on the first rank
 
 Expert parallelism dispatches rows to the ranks of their experts and combines them (`expert_dispatch.py`):
 
-    exchange_counts (expert, axis, num_experts, num_ranks) -> [2, ranks], on the host
+    exchange_counts (expert, axis, num_experts, num_ranks) -> [2, ranks], on the CPU
     dispatch        (x, axis, expert, counts, times, num_experts)
     combine         (x, axis, expert, counts, times, num_experts)
 
@@ -23,10 +23,14 @@ and its gradient is cast to `grad_dtype` before it is reduced. The gradient of `
 (x, dtype) is the operator for a parameter that is not communicated.
 
 `size` is the size of dim `dim` before it is sharded over this axis. In a program `axis` is the name of a mesh axis.
-`runtime/comm/collectives.py` implements these operators on process groups. The local operators take the start of the
-shard (`embedding_shard`, `pick_class`, and `expert_linear` of `grouped_matmul.py`), draw the dropout mask of a shard
-(`dropout`, and `attention_dropout`), skip masked keys (`window_attention` of `masked_attention.py`, `attention_runs` of
-`blockwise_attention.py`), or compute the indices of a mask's true elements (`positions` of `ir/selection.py`).
+`runtime/comm/collectives.py` implements these operators on process groups.
+
+The other operators are local:
+
+    embedding_shard, pick_class, expert_linear   compute on a shard, given the global index of its first element
+    dropout, attention_dropout                   draw the dropout mask of a shard
+    window_attention, attention_runs             skip masked keys
+    positions                                    computes the indices of a mask's true elements
 """
 
 from __future__ import annotations

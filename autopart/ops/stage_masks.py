@@ -301,10 +301,11 @@ def _group_heads(call: fx.Node) -> None:
 
 
 def _repeated(heads: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Match an `expand` that repeats each of g K/V heads r times, to heads of shape [b, g * r, s, d].
+    """Match K/V heads that are repeated for grouped-query attention, by `expand` and `reshape`.
 
-    Returns three values: the input of the `expand`, the index of its dim of g heads, and r. The dims g and r can be
-    merged before or after a transposition with the sequence dim. None if the pattern does not match.
+    The repeated heads have the shape [b, g * r, s, d]. Here g is the number of K/V heads, and each is repeated r times.
+    A transposition with the sequence dim can follow. Returns the input of the `expand`, the index of its dim of size g,
+    and r. None for other nodes.
     """
     dim, source = 1, heads
     if _calls(source, "transpose") and {axis % 4 for axis in source.args[1:]} == {1, 2}:

@@ -236,9 +236,10 @@ class GraphUnderTest:
 
     @cached_property
     def buffer_scales(self) -> dict[str, float]:
-        """Return {written buffer: size of its new value, or of the terms of its sum, if they are larger}.
+        """Return {written buffer: number to which the error of its new value is relative}.
 
-        A running mean of large values can be almost zero. Its rounding is relative to these values.
+        If the new value is a sum, the number is computed from the absolute values of the terms. A running mean of large
+        values can be almost zero, but its rounding error is relative to the large values.
         """
         updates = {name: node for name, node in self.traced.buffer_updates.items() if is_floating(node)}
         if not updates:

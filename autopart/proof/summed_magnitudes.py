@@ -24,10 +24,10 @@ _PRODUCTS = {"aten::mul", "aten::div"}
 
 
 def summed_magnitude(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-    """Return the absolute values of a node, but with sums over the absolute values of their terms.
+    """Recompute a node with every term of its sums replaced by the absolute value of the term.
 
-    Follows sums, views, copies and products with numbers. The terms of the sums are absolute values of all other
-    operators.
+    For a mean, it returns the mean of the absolute values. The recomputation goes back from `node` through sums, views,
+    copies and products with numbers. The results of all other operators are the terms.
 
     Args:
         values: the value of every node.

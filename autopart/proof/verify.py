@@ -198,7 +198,7 @@ def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[s
 def _check_fits(
     model: nn.Module, arguments: dict[str, Any], loss_fn: Any, target: Any, mesh: Mesh, options: Options
 ) -> Options:
-    """Check the option `memory=` for the model in its own precision, and return the options without it.
+    """Check the option `memory=` for the model in its own precision, and return all other options.
 
     The float64 copy that is verified may exceed the limit. Raises MemoryLimitError if the model itself exceeds it.
     """
@@ -327,8 +327,9 @@ class VerificationRun:
         """Run and compare training steps, and add their results to a verification."""
         if changes := next((note for note in self.traced.notes if note.startswith(SETS)), None):
             raise InputError(
-                f"steps={training.steps} of a model whose {changes.partition(':')[0]}",
-                why="each step is another trace, and verify() has one", hint="verify_loop(), which calls parallelize()",
+                f"steps={training.steps} is not supported for a model whose {changes.partition(':')[0]}",
+                why="each step needs a new trace, and verify() traces once",
+                hint="verify_loop(), which calls parallelize()",
             )  # fmt: skip
         if not verification.ok:
             return replace(
@@ -422,5 +423,5 @@ def check_trained(model: nn.Module) -> None:
         raise InputError(
             f"{type(model).__name__} has no parameter that needs a gradient",
             why="verify() compares gradients",
-            hint="requires_grad_() on what is trained",
+            hint="call requires_grad_() on the parameters to train",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
+from autopart.common.flags import flags
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import InputError, PlanError, TraceError
 from autopart.ir.decisions import Decisions
@@ -30,6 +32,9 @@ from autopart.plans.rank_digest import EXAMPLE, agreed
 from autopart.recipe.make_plan import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
 from autopart.recipe.plan_figures import Draft, figures_of, plan_of
+from autopart.recipe.sizes.call_family import CallFamily, sizes_of
+from autopart.recipe.sizes.program_template import check_derived
+from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
 from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
 from autopart.tracing.caller_modes import isolated_trace, without_inference
 from autopart.tracing.local_batch_call import all_ranks_call, are_rows, check_global
@@ -55,6 +60,8 @@ class _Traced:
         changed_values: the differences between `first_guards` and `guards`, as text. Ranks compare this text.
         row_inputs: as in `Program`.
         programs: {purpose: program} of the programs written so far.
+        derived_from: for a call that was not traced: the traced calls with other sizes, and the sizes of this call.
+            All other attributes are then those of one of the traced calls.
     """
 
     trace: Trace
@@ -67,6 +74,12 @@ class _Traced:
     row_inputs: frozenset[str] | None = None
     programs: dict[str, Program] = field(default_factory=dict)
     plan: Plan | None = None
+    derived_from: tuple[CallFamily[_Traced], Sizes] | None = None
+
+    @property
+    def can_be_derived_from(self) -> bool:
+        """True if the call depends on sizes and types only, not on values that Python reads or changes."""
+        return not (self.changed_values or self.trace.value_guards or self.trace.attribute_updates)
 
 
 class Compiler:
@@ -80,6 +93,7 @@ class Compiler:
         self.source, self.mesh, self.options = Source(model), mesh, options
         self._plan = plan
         self._traced: Recent[_Traced] = Recent(MAX_CALLS)
+        self._families: Recent[CallFamily[_Traced]] = Recent(MAX_CALLS)
         self._signatures = WeakKeyDictionary[Any, inspect.Signature]()  # of forward, which a user may replace
         self._example: _Traced | None = None
         self._last: _Traced | None = None
@@ -163,7 +177,8 @@ class Compiler:
     def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Trace an example call, and make the plan for it."""
         settings = settings_of(self.model)
-        self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, settings, None)[0]
+        arguments = bind_call(self.model, args, kwargs)
+        self._example = self._find(arguments, self.model.training, settings, None, "forward")[0]
 
     def program(
         self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool, settings: Settings = NO_SETTINGS,
@@ -176,7 +191,7 @@ class Compiler:
         if loss_fn is not None:
             arguments = {"target": target, "call": arguments}
         with with_values(self.model, settings):
-            traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
+            traced, call = self._find(arguments, training, settings, loss_fn, purpose)
         for name, value in traced.trace.attributes_after(call.tensors).items():
             path, _, attribute = name.rpartition(".")
             vars(self.model.get_submodule(path))[attribute] = value
@@ -206,35 +221,43 @@ class Compiler:
         return [(first + torch.arange(program.microbatches)).repeat(program.data_parallel_size)]
 
     def _find(
-        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
-        with_outputs: bool = False,
+        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None, purpose: str
     ) -> tuple[_Traced, Call]:  # fmt: skip
-        """Return the trace of a call, and the tensors of the call. A new kind of call is traced."""
-        call = flatten_call(arguments)
-        check_values(call)
-        inference = any(tensor.is_inference() for tensor in call.tensors)
-        if inference and not torch.is_inference_mode_enabled():  # autograd cannot save them
-            arguments, inference = without_inference(arguments), False
-            call = flatten_call(arguments)
-        with_outputs = with_outputs and loss_fn is not None
+        """Return the trace of a call, and the tensors of the call.
 
-        def key_of(numbers: bool) -> Hashable:
-            return call_key(arguments, call, training, loss_fn, numbers), settings, with_outputs
+        A new kind of call is traced. A call of a known kind with new sizes is derived, if that is possible.
+        """
+        arguments, call, inference = _flattened(arguments)
+        with_outputs = purpose == "step_outputs" and loss_fn is not None
 
-        def traced_as(key: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
-            if traced := self._traced.find(key, _fits(flatten_call(arguments))):
+        def key_of(numbers: bool, sizes: bool = True) -> Hashable:
+            return call_key(arguments, call, training, loss_fn, numbers, sizes), settings, with_outputs
+
+        def traced_as(
+            key: Hashable, of_all_sizes: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]
+        ) -> _Traced:
+            if traced := self._traced.find(key, self._fits(flat := flatten_call(arguments), purpose)):
                 return traced
+            family = self._families.get(of_all_sizes, self._new_family)
+            sizes = sizes_of(flat.tensors)
+            derived = self._derived(family, sizes, purpose)
+            if derived is not None and not flags().check:
+                return self._traced.add(key, derived)
             first = next((traced.first_guards for traced in self._traced.of(key)), None)
             changed_values = "" if first is None else self._changed_values(first)
             with isolated_trace(), number_slots(slots):
                 given = without_inference(arguments) if inference else arguments
                 traced = self._trace(given, training, settings, loss_fn, with_outputs, slots)
             traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
+            if derived is not None:
+                check_derived(self._write(derived, purpose), self._write(traced, purpose))
+            if traced.can_be_derived_from:
+                family.add(sizes, traced)
             return self._traced.add(key, traced)
 
         key, kind = key_of(True), key_of(False) if self._has_number_inputs else None
         inputs = None if kind is None else self._numbers.get(kind, NumberInputs)
-        if not inputs and (known := self._traced.find(key, _fits(call))):
+        if not inputs and (known := self._traced.find(key, self._fits(call, purpose))):
             return known, call
         numbers, kind = numbers_of(call.options, loss_fn), kind or key_of(False)
         inputs = inputs or self._numbers.get(kind, NumberInputs)
@@ -243,7 +266,7 @@ class Compiler:
             return {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
 
         key_now = (kind, inputs.key(numbers)) if inputs else key
-        if inputs and (known := self._traced.find(key_now, _fits(given := flatten_call(with_numbers())))):
+        if inputs and (known := self._traced.find(key_now, self._fits(given := flatten_call(with_numbers()), purpose))):
             return known, given
         earlier = self._traced.of(key_now)
         added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
@@ -251,14 +274,52 @@ class Compiler:
             self._has_number_inputs = True
             with_inputs = with_numbers()
             try:
-                traced = traced_as((kind, inputs.key(numbers)), with_inputs, {**slots_of(loss_fn), **inputs.slots})
-                return traced, flatten_call(with_inputs)
+                key_now, slots = (kind, inputs.key(numbers)), {**slots_of(loss_fn), **inputs.slots}
+                of_all_sizes = key_of(False, sizes=False), inputs.key(numbers)
+                return traced_as(key_now, of_all_sizes, with_inputs, slots), flatten_call(with_inputs)
             except TraceError:
                 if not added:
                     raise
                 inputs.refuse(added)  # the model's code decides by a number, or passes it to an operator as a number
                 added = set()
-        return traced_as(key, arguments, {}), call
+        return traced_as(key, key_of(True, sizes=False), arguments, {}), call
+
+    def _new_family(self) -> CallFamily[_Traced]:
+        along = {axis: size * (2 if axis == "cp" else 1) for axis, size in self.mesh.sizes.items()}  # 2: zigzag
+        of_rows = math.prod(size for axis, size in along.items() if axis != "pp")
+        of_others = math.prod(size for axis, size in along.items() if axis not in ("pp", *self.mesh.along("rows")))
+
+        def num_shards(call: _Traced) -> Sizes:
+            dims = (dim for tensor in call.trace.call.tensors for dim in range(tensor.dim()))
+            return tuple(of_others if dim else of_rows * call.decisions.microbatches for dim in dims)
+
+        return CallFamily(
+            self._write, lambda call: call.trace.size_conditions, num_shards, lambda call: call.guards.hold()
+        )
+
+    def _derived(self, family: CallFamily[_Traced], sizes: Sizes, purpose: str) -> _Traced | None:
+        """Return a call with these sizes, derived from traced calls; None if that is impossible."""
+        try:
+            program, traced = family.derived(sizes, purpose)
+        except NotDerivable:
+            return None
+        return replace(traced, programs={purpose: program}, plan=None, derived_from=(family, sizes))
+
+    def _fits(self, call: Call, purpose: str) -> Callable[[_Traced], bool]:
+        """Return a function that tests if a trace serves a call, by its guards."""
+        computed: dict[str, Any] = {}
+
+        def fits(traced: _Traced) -> bool:
+            if not traced.guards.hold() or not traced.trace.value_guards.hold(call.tensors, computed):
+                return False
+            if traced.derived_from is not None:
+                try:
+                    self._write(traced, purpose)
+                except NotDerivable:
+                    return False
+            return True
+
+        return fits
 
     def _changed_values(self, first: Guards) -> str:
         """Return the Python values that differ from those of an earlier trace. Warn at the first difference."""
@@ -335,7 +396,10 @@ class Compiler:
             )
 
     def _write(self, traced: _Traced, purpose: str) -> Program:
-        if purpose not in traced.programs:
+        if purpose not in traced.programs and traced.derived_from is not None:
+            family, sizes = traced.derived_from
+            traced.programs[purpose], _ = family.derived(sizes, purpose)
+        elif purpose not in traced.programs:
             decisions, local = traced.decisions, traced.row_inputs is not None
             outputs = list(traced.trace.graph.output_node().args[0])
             if purpose in ("step", "step_outputs"):
@@ -363,10 +427,18 @@ class Compiler:
         return traced.programs[purpose]
 
 
-def _fits(call: Call) -> Callable[[_Traced], bool]:
-    """Return a function that tests if a trace serves a call, by its guards."""
-    computed: dict[str, Any] = {}
-    return lambda traced: traced.guards.hold() and traced.trace.value_guards.hold(call.tensors, computed)
+def _flattened(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Call, bool]:
+    """Return the arguments of a call, the call, and whether its tensors stay inference tensors.
+
+    Outside of inference mode, inference tensors are replaced, because autograd cannot save them.
+    """
+    call = flatten_call(arguments)
+    check_values(call)
+    inference = any(tensor.is_inference() for tensor in call.tensors)
+    if inference and not torch.is_inference_mode_enabled():
+        arguments, inference = without_inference(arguments), False
+        call = flatten_call(arguments)
+    return arguments, call, inference
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:
@@ -376,5 +448,5 @@ def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputErr
     returned = [format_value(o) for o in traced.graph.output_node().args[0] if isinstance(o, fx.Node)]
     return InputError(
         f"loss_fn returns {', '.join(returned)}", why="step() needs a scalar to differentiate",
-        hint="a mean or a sum in loss_fn",
+        hint="return a mean or a sum from loss_fn",
     )  # fmt: skip

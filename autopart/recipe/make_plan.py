@@ -61,7 +61,7 @@ from autopart.tracing.trace_model import trace
 from autopart.tracing.with_loss import users_model
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
-LIFTED_HALF = "what the model computes in half precision (autocast, half weights) is computed in float64 here"
+LIFTED_HALF = "operators that the model runs in half precision (autocast, half weights) are computed in float64 here"
 
 
 @contextmanager
@@ -404,7 +404,7 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
     if pp == 1:
         if name is not None or (virtual or 1) > 1:
             asked = f"schedule={name!r}" if name is not None else f"virtual_stages={virtual}"
-            why, hint = f"the mesh {mesh} has no axis pp", "mesh='pp2', or leave it out"
+            why, hint = f"the mesh {mesh} has no axis pp", f"mesh='pp2', or leave {asked.partition('=')[0]} out"
             raise OptionError(f"{asked} needs a pipeline", why=why, hint=hint)
         return Schedule(None, options.microbatches or 1, 1)
     name = name or ("interleaved_1f1b" if (virtual or 1) > 1 else "1f1b")

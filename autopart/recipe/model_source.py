@@ -226,7 +226,8 @@ def example_of(model: nn.Module) -> dict[str, Tensor]:
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise InputError(
-            f"there are no example inputs for {type(model).__name__}", why="they are made from a transformers config",
+            f"there are no example inputs for {type(model).__name__}",
+            why="autopart makes example inputs only for models with a transformers config",
             hint="example_kwargs={'input_ids': ids, 'labels': labels}",
         )  # fmt: skip
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
@@ -317,7 +318,7 @@ def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, 
     if limit is not None and sequence > limit:
         raise OptionError(
             f"--sequence {sequence} is too long for {name}",
-            why=f"its config has {limit} positions",
+            why=f"its config allows at most {limit} tokens",
             hint=f"--sequence {limit}",
         )
     generator = torch.Generator().manual_seed(options.seed)

@@ -113,5 +113,5 @@ def warn_of_memory(plan: Plan) -> None:
     if capacity and needed > capacity:
         warnings.warn(
             f"the plan needs {quantity(needed, 'B')} on the fullest rank, and {of} has {quantity(capacity, 'B')}: "
-            "autopart.plan(...).explain() says what takes it and what would take less", stacklevel=2,
+            "autopart.plan(...).explain() lists what needs memory, and settings that need less", stacklevel=2,
         )  # fmt: skip

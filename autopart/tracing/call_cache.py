@@ -98,15 +98,17 @@ class Recent(Generic[Made]):
 
 
 def call_key(
-    arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True
-) -> Hashable:
+    arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True,
+    sizes: bool = True,
+) -> Hashable:  # fmt: skip
     """Return the cache key of a call: input metadata, options, autocast, train/eval mode, loss function.
 
     Args:
         call: `arguments` flattened.
         numbers: include the values of Python numbers, not only their types.
+        sizes: include the sizes of the tensors, not only their numbers of dims.
     """
-    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
+    tensors = tuple((t.shape if sizes else t.dim(), t.dtype, t.requires_grad) for t in call.tensors)
     options = tuple((name, _value_key(option, numbers)) for name, option in call.options.items())
     options += tuple((kind, ambient_autocast(kind)) for kind in ("cpu", "cuda"))
     return training, _function_key(loss_fn, numbers), criterion_key(loss_fn), structure_of(arguments), tensors, options

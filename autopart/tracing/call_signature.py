@@ -17,10 +17,10 @@ from autopart.compat.torch_internals import Tracing, leaves_with_names, tree_fla
 from autopart.tracing.autograd.autograd_functions import apply_as_operator
 from autopart.tracing.autograd.cond_branches import both_branches
 from autopart.tracing.autograd.func_transforms import transformed
+from autopart.tracing.dynamic.host_functions import host_functions
 from autopart.tracing.python.assigned_buffers import AssignedBuffers
 from autopart.tracing.python.concrete_constants import tensors_in
 from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast
-from autopart.tracing.python.host_functions import host_functions
 from autopart.tracing.python.number_inputs import NUMBERS, assigned
 from autopart.tracing.python.python_random import drawn_by_torch
 from autopart.tracing.python.python_state import PythonState

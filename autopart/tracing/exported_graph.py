@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import OutputKind
+from torch.fx.node import map_aggregate
 
 from autopart.compat.torch_internals import AUTOCAST, is_higher_order, is_operator
 from autopart.errors import Refusal, TraceError
@@ -28,6 +29,7 @@ from autopart.ir.graph import (
 )
 from autopart.tracing.blocks.repeated_blocks import base_name
 from autopart.tracing.call_signature import PREFIX
+from autopart.tracing.python.size_conditions import plain_sizes
 
 if TYPE_CHECKING:
     from autopart.ir.subgraphs import ancestors_of
@@ -159,6 +161,10 @@ def own_graph(
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
     values: dict[fx.Node, Any] = {}
     known: dict[str, fx.Node] = {}
+
+    def plain(argument: Any) -> Any:
+        return values[argument] if isinstance(argument, fx.Node) else plain_sizes(argument)
+
     for node in module.graph.find_nodes(op="placeholder"):
         if node.name in attributes and node.name not in parameters and attributes[node.name] in known:
             values[node] = known[attributes[node.name]]  # a constant that is a parameter
@@ -182,10 +188,10 @@ def own_graph(
                     where=source_text(node),
                     hint="plain operations on tensors in its place",
                 )
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate((node.args, node.kwargs), plain)
             values[node] = graph.create_node(node.op, node.target, args, kwargs, base_name(node))
             values[node].meta = dict(node.meta)
-    graph.output(fx.map_arg(module.graph.output_node().args[0], values.__getitem__))
+    graph.output(map_aggregate(module.graph.output_node().args[0], plain))
     for node in graph.nodes:
         record_origin(node)
     return graph

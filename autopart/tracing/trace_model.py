@@ -189,7 +189,8 @@ def _traced(
     traced = replace(traced, has_random_branches=entry.semantics.chances.count > 0)
     dtype = ambient_autocast(device_of_weights(model).type)
     autocast = str(dtype).removeprefix("torch.") if dtype is not None else ""
-    traced = replace(traced, notes=notes, autocast=autocast, value_guards=entry.semantics.decisions.guards)
+    traced = replace(traced, notes=notes, autocast=autocast, value_guards=entry.semantics.decisions.guards,
+                     size_conditions=tuple(entry.semantics.sizes))  # fmt: skip
     traced = replace(traced, attribute_updates={**updates, **of_numbers})
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
@@ -290,6 +291,7 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
 def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     differentiated = _differentiated(entry.semantics) if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.semantics)
+    entry.semantics.sizes.clear()
     entry.semantics.hooked.clear()
     entry.semantics.toggled.clear()
     entry.semantics.spent.clear()

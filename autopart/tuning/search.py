@@ -379,7 +379,9 @@ class Space:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
                 f"no configuration for {devices} devices fits into {quantity(memory, 'B')}",
-                why=f"the smallest is {least}" if least else f"{self.rows} samples cannot be split evenly on any mesh",
+                why=f"the configuration with the least memory is {least}"
+                if least
+                else f"{self.rows} samples cannot be split evenly on any mesh",
                 hint="more devices, or a smaller batch",
             )
         return _pareto(within)
@@ -456,8 +458,9 @@ def search(
     best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
-            f"no plan found for {devices} devices fits into {quantity(limit, 'B')} by its exact memory",
-            why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
+            f"no plan for {devices} devices fits into {quantity(limit, 'B')}",
+            why=f"the candidate with the least estimated memory is {candidates[-1]}",
+            hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
     with_reasons = zip(best, reasons([one.candidate for one in best]), strict=True)

@@ -21,7 +21,7 @@ from autopart.passes.rules.call_keys import CallCache
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Compute the softmax, with zeros in rows that are all -inf.
 
-    The gradient of torch's decomposition is NaN in these rows: it selects the zeros after the softmax.
+    Torch's decomposition selects the zeros after the softmax, so its gradient is NaN in these rows.
     """
     masked = (x == -math.inf).all(dim, keepdim=True)
     return torch.softmax(x.masked_fill(masked, 0.0), dim, dtype=dtype).masked_fill(masked, 0.0)

@@ -22,7 +22,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import RNG_EXACT_UNSUPPORTED, describe, inexact, is_host_draw
 from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process, broadcast_from_first, reduce_over_all
-from autopart.tracing.python.host_functions import exchange
+from autopart.tracing.dynamic.host_functions import exchange
 
 
 class HostResults:

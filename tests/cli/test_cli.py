@@ -276,7 +276,9 @@ def test_config_errors_are_texts(config, entries, text):
 def test_a_sequence_that_is_too_long(config):
     result = invoke("plan", "--hf-config", config(GPT2), "--mesh", "tp2", "--sequence", 64)
     assert result.exit_code == 2
-    assert "--sequence 64 is too long for GPT2LMHeadModel why its config has 32 positions" in words(result.stderr)
+    assert "--sequence 64 is too long for GPT2LMHeadModel why its config allows at most 32 tokens" in words(
+        result.stderr
+    )
 
 
 def test_transformers_that_is_missing_is_named(config, monkeypatch):

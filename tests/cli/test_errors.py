@@ -270,7 +270,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "interleaved_zero_bubble, zbv, dualpipev, looped_bfs"),
     "schedule: without pp": (skip("dp2", schedule="gpipe"),
         "OptionError: schedule='gpipe' needs a pipeline\n  why    the mesh dp2 has no axis pp\n  try    mesh='pp2', "
-        "or leave it out"),
+        "or leave schedule out"),
     "schedule: microbatches": (skip("pp2", schedule="1f1b_2bw", microbatches=1),
         "StageError: schedule='1f1b_2bw' cannot run 2 stages on pp=2 with 1 microbatches\n  why    this schedule needs "
         "at least 2 microbatches\n  try    microbatches=2"),
@@ -330,7 +330,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "         mesh='dp2,tp2' (4 ranks): 408 B, 160 B less\n         mesh='tp4' (4 ranks): 476 B, 92 B less"),
     "verify: frozen": (lambda: autopart.verify(frozen(), "tp2", example_kwargs=input_()),
         "InputError: Linear has no parameter that needs a gradient\n  why    verify() compares gradients\n  try    "
-        "requires_grad_() on what is trained"),
+        "call requires_grad_() on the parameters to train"),
     "verify: no example": (lambda: autopart.verify(linear(), "tp2"),
         "InputError: verify() needs an example call\n  try    verify(model, mesh, example_kwargs=batch)"),
     **RULE_CASES,
@@ -361,8 +361,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)"),
     "step: loss of every row": (
         called(lambda pm, b: pm.step(**b, loss_fn=lambda out, to: out - to, target=b["input"]), linear),
-        "InputError: loss_fn returns f32[8,4]\n  why    step() needs a scalar to differentiate\n  try    a mean or "
-        "a sum in loss_fn"),
+        "InputError: loss_fn returns f32[8,4]\n  why    step() needs a scalar to differentiate\n  try    return a "
+        "mean or a sum from loss_fn"),
     "graph: no such stage": (called(lambda pm, b: pm.graph(3)),
         "StageError: there is no stage 3\n  why    the program has 1 stage\n  try    graph(0)"),
     "before: parameters": (called(lambda pm, b: list(pm.parameters()), example=False),

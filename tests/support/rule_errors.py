@@ -65,8 +65,8 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: the line 'a a, a c -> a c' of {MATMUL} cannot be read\n  why    'a a' has 'a' twice\n  try    "
         f"{NOTATION}"),
     "rule: unknown factor": (rule("a b, b c -> a c", sum="b", whole="d"),
-        f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    the "
-        "names of the line"),
+        f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    use "
+        "factor names of the rule's line"),
     "rule: sum not said": (rule("a b, b c -> a c"),
         f"RuleError: the rule of {MATMUL} has no sum=, which does not fit its factors\n  why    some output lacks b; "
         f"sharding "
@@ -80,15 +80,17 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: factor 'd' of the rule of {MATMUL} appears only in an output\n  why    it cannot be sharded"
         "\n  try    whole='d'"),
     "rule: number of tensors": (rule("a b -> a b"),
-        f"RuleError: the line 'a b -> a b' of {MATMUL} has 1 input and 1 output\n  why    it is {MATMUL}(Tensor x, "
-        "Tensor weight) -> Tensor\n  try    one operand for every tensor, in the order of the call"),
+        f"RuleError: the line 'a b -> a b' of {MATMUL} has 1 input and 1 output\n  why    the operator is "
+        f"{MATMUL}(Tensor x, Tensor weight) -> Tensor\n  try    one operand for every tensor, in the order of the "
+        "call"),
     "rule: linear": (rule("a b, b c -> a c", sum="b", linear=[[2]]),
         f"RuleError: linear=[[2]] of {MATMUL} names input 2\n  why    the line 'a b, b c -> a c' has 2 inputs and 1 "
         "output; inputs are counted from 0\n  try    linear=[[0]]"),
     "rule: autopart's own": (rule("a, a -> a", operator="aten::mul"),
         "RuleError: aten::mul has a rule already\n  why    it is built into autopart\n  try    nothing to register"),
     "rule: another": (registered(rule("a b -> a b, b", operator=SUMS, sum="a")),
-        f"RuleError: {SUMS} is registered with another rule already\n  why    it is autopart.rule(\"{SUMS}\", \"a -> "
+        f"RuleError: {SUMS} is registered with another rule already\n  why    the registered rule is "
+        f"autopart.rule(\"{SUMS}\", \"a -> "
         f"a, a\")\n  try"
         "    register one rule per operator and process; it can have a line for each form of the call"),
     "rule: does not fit": (registered(lambda: autopart.check_rule(SUMS, [torch.ones(2, 3)], 1)),

@@ -155,7 +155,7 @@ def test_the_first_call_is_exact(kind, mesh):
 
 def test_steps_of_one_trace_cannot_be_verified():
     x: Any = torch.randn(4, 6, SIZE)
-    with pytest.raises(InputError, match="each step is another trace"):
+    with pytest.raises(InputError, match="each step needs a new trace"):
         autopart.verify(Schedule(), "dp2", example_args=(x,), steps=2)
 
 

@@ -114,7 +114,11 @@ class BlockProblem:
 
     @property
     def kinds(self) -> np.ndarray:
-        """Array of shape [blocks]: the index of the first block whose costs equal those of this block."""
+        """Array of shape [blocks] with equal numbers for blocks of equal costs.
+
+        The number is the index of the first block with these costs. For example, `[0, 1, 1, 0]` means that blocks 0 and
+        3 have equal costs, and blocks 1 and 2.
+        """
         rows = np.hstack([self.time_s, self.state_bytes, self.kept_bytes, self.temporary_bytes])
         _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         return first[kind.reshape(-1)]
@@ -282,8 +286,8 @@ class Blocks:
 
         Args:
             order: the operators.
-            ends: for each stage, its operators outside blocks. The gradient of a parameter that several stages use is
-                also reduced over these stages.
+            ends: for each stage, its operators outside blocks. If several stages use a parameter, the cost includes the
+                reduction of its gradient over these stages.
         """
         priced, schedule = self.priced, self.setting.schedule
         rows = np.array([row for row, _, _ in order], dtype=int)
@@ -322,7 +326,7 @@ def _blocks(table: Table) -> list[Block]:
 
 
 def _joined(tables: Mapping[RecomputeMode, Table]) -> tuple[Table, dict[BlockOption, int]]:
-    """Concatenate the rows of all cost tables, each once with sharded and once with unsharded parameters.
+    """Concatenate all cost tables, once with sharded and once with unsharded parameters.
 
     Returns the combined table, and for each option the index of its first row.
     """

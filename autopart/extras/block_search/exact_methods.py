@@ -17,8 +17,8 @@ def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
     """Solve a problem by dynamic programming: exactly, except that memory is rounded.
 
     The memory limit is divided into `budget` equal units, and the memory of each block is rounded up to whole units. So
-    the result always fits. It can be slower than the optimum, because rounding wastes memory: up to one unit per block,
-    and up to one more.
+    the result always fits into memory. Rounding wastes about one unit per block, so the result can be slower than the
+    optimum.
 
     For each stage of blocks i to j, a knapsack gives the least seconds for each number of units. Stages are chained by
     Pareto fronts of (slowest stage, sum of stages).
@@ -147,9 +147,10 @@ def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple
 
 
 def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Solve a problem exactly with HiGHS. Variables are numbers of blocks per run, option and stage.
+    """Solve a problem exactly with HiGHS.
 
-    A run is a sequence of equal blocks. Equal blocks are interchangeable, so counting them removes symmetric solutions.
+    A run is a sequence of equal blocks. A variable is the number of blocks of a run that have one option on one stage.
+    Equal blocks are interchangeable, so counting them removes symmetric solutions.
 
     Returns:
         The choice (None if nothing fits), the number of nodes that HiGHS explored, and its lower bound.
@@ -169,7 +170,7 @@ def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
 
 
 class _Counts:
-    """Integer program over numbers of blocks.
+    """Integer program over numbers of blocks. A run is a sequence of equal blocks.
 
     Variables:
         n[stage, run, option]: number of blocks.

@@ -152,7 +152,10 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
 
 
 def _overlap(device: Device, base: Hardware) -> tuple[float, str, str]:
-    """Return the share of communication that overlaps with compute, its unit, and its source."""
+    """Return the share of communication that overlaps with compute.
+
+    The share is a number with its unit and source as text.
+    """
     if device.kind == "cpu":
         return 0.0, "share of communication", "the processor that computes also sends"
     return base.overlap, "share of communication", f"not measured: from profile {base.name}"

@@ -103,7 +103,10 @@ class Bench:
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
 
     def issued(self, call: Callable[[], Any]) -> float:
-        """Return the seconds per call of many calls in a row: the longer of kernel time and host time."""
+        """Return the seconds per call of many calls in a row.
+
+        On a GPU it is the longer of two times: the kernels' run time, and the CPU time to launch them.
+        """
         self.barrier()
         seconds(call, 2)  # warm-up: torch selects and loads kernels
         return seconds(call, most_calls(self.effort.run_s, seconds(call, 3)))
@@ -139,7 +142,7 @@ class Bench:
     def after(self, other: Maker, maker: Maker) -> float:
         """Return the seconds of a call that runs after another call in every repetition.
 
-        Both calls are timed together, and the time of the other call alone is subtracted.
+        The pair of calls is timed, and the time of the first call alone is subtracted.
         """
         return self.on_gpu(in_turn(other, maker), _STEADY_S) - self.on_gpu(other, _STEADY_S)
 
@@ -278,7 +281,7 @@ class Bench:
     def exchange(self, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
         """Return a measurement of one send, as half of a round trip between neighbouring ranks.
 
-        If the group uses gloo, values of a GPU go through the host, as between pipeline stages.
+        If the group uses gloo, GPU tensors are copied through CPU memory, as between pipeline stages.
         """
         through_host = self.device.type == "cuda" and is_gloo(group, self.device)
 

@@ -25,7 +25,7 @@ class Measured:
     - `"memory in place"`, `"copy"`, `"norm"`: other memory-bound operators of `size_bytes`;
     - `"optimizer"`: AdamW's update of `size_bytes` of parameters;
     - `"launch"`: the smallest operator;
-    - `"issue"`: host time to launch one GPU operator, mean over forward and backward;
+    - `"issue"`: CPU time to launch one GPU operator, mean over forward and backward;
     - a collective by its name in `autopart.cost.predict.collective_costs`, of an array of `size_bytes` on `num_ranks`
       ranks over a `link`.
 

@@ -110,7 +110,10 @@ def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -
 
 
 def _to_mean_gradient(method: Method, ranks: int) -> int:
-    """Return the factor from a partial gradient to the mean gradient of a rank; 1 for methods of models."""
+    """Return the factor that converts a partial gradient to a rank's mean gradient.
+
+    It is 1 if the method averages models.
+    """
     return ranks if method.changes == "gradients" else 1
 
 
@@ -158,7 +161,7 @@ def _local_value(saved: Any, key: str, parameter: Tensor) -> Tensor:
         raise CheckpointError(
             f"'{key}' in the dp_sync state to load does not fit: {shape}",
             why=f"this rank needs a tensor of shape [data ranks, *{list(parameter.shape)}]",
-            hint="load it with torch.distributed.checkpoint into pm.dp_sync_state_dict(data_ranks=n), n of the "
-            "saved run",
+            hint="load it with torch.distributed.checkpoint into pm.dp_sync_state_dict(data_ranks=n) "
+            "(n: number of data ranks that saved it)",
         )
     return value.to(parameter.device).mean(0)

@@ -279,7 +279,8 @@ class DpSync:
         across = dp_sync.get("across", "all")
         if across not in ("all", "node"):
             raise OptionError(
-                f"dp_sync across={across!r} is unknown", hint="'all' data ranks, or 'node': between nodes"
+                f"dp_sync across={across!r} is unknown",
+                hint="across='all', or across='node' to run the method only between nodes",
             )
         return _checked_combination(DpSync(method, tuple(named), across, from_step, seed))
 

@@ -7,9 +7,9 @@
 | `pipelining` | `split_spec` of `torch.distributed.pipelining.pipeline` | stages |
 | `megatron` | `--pipeline-model-parallel-layout` of Megatron-LM | stages |
 
-These formats name modules, not operators. A plan can contain more than they can express: a fused projection sharded
-section by section, a stage boundary inside a module, unequal shards. Exporting such a plan raises an error that names
-the line of the plan.
+These formats name modules, not operators. They cannot express every plan. Examples are a fused q/k/v weight of which q,
+k and v are each sharded, a stage boundary inside a module, and unequal shards. Exporting such a plan raises an error
+that names the line of the plan.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
             raise LayoutError(
                 f"the format cannot express different layouts for modules of {pattern}",
                 why=", ".join(f"{path} is {role}" for path, role in members.items()),
-                hint="a plan without pins for one of them",
+                hint="remove the pin of the module that differs, and plan again",
             )  # fmt: skip
     return by_pattern
 

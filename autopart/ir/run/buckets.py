@@ -1,9 +1,9 @@
 """Buckets of parameters: one collective for the parameters of a block, overlapped with compute.
 
 A bucket contains consecutive parameters of one repeated block, in the order of their use in a stage. Blocks smaller
-than `LEAST_BYTES` share a bucket. Blocks with large parameters are split, and the first blocks of a stage into the
-smallest buckets: their gradients are computed last, when little compute remains to overlap with. A large gradient that
-is all-reduced gets a bucket of its own.
+than `LEAST_BYTES` share a bucket. A block with large parameters is split into several buckets. The first blocks of a
+stage have the smallest buckets: their gradients are computed last, when little compute remains to overlap with. A large
+gradient that is all-reduced gets a bucket of its own.
 
 Li et al. 2020 (arXiv:2006.15704, section 3.2) motivates buckets, Zhao et al. 2023 (arXiv:2304.11277, section 3.3)
 buckets of blocks.

@@ -14,8 +14,8 @@ class Action(NamedTuple):
 
     `kind`: `"F"` forward, `"B"` full backward, `"I"` input backward, `"W"` weight backward.
 
-    `joined`: True if torch overlaps the action with the next one (DualPipeV). Both send their results after both have
-    run.
+    `joined`: True if torch overlaps the action with the next one (DualPipeV). The results of both actions are sent
+    after the second action has run.
     """
 
     stage: int

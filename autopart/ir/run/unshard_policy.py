@@ -21,7 +21,7 @@ GATHERS = {"all_gather": False, "all_gather_sum": True}
 def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
     """Return True if a node all-gathers a stored parameter over one of these axes.
 
-    In a graph that the runtime has bound to a rank, pass process groups instead of axes.
+    The runtime replaces the axis names in a graph by names of process groups. For such a graph, pass group names.
     """
     gathers = autopart_operator(node) in GATHERS and axis_of(node) in axes
     source = node.args[0] if gathers else None

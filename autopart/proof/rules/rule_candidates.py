@@ -59,8 +59,9 @@ class Possibility:
 def candidates(node: fx.Node) -> Iterator[Possibility]:
     """Yield the valid shardings of an operator call on two ranks, except full replication.
 
-    Each input is replicated or sharded, or each is replicated or a partial sum. Integer arguments of the call, such as
-    the sizes of a view, are first left unchanged and then scaled to the size of a shard.
+    Two kinds of combinations are tried: inputs that are sharded or replicated, and inputs that are partial sums or
+    replicated. Integer arguments of the call, such as the sizes of a view, are first left unchanged and then scaled to
+    the size of a shard.
 
     Args:
         node: the call. The entries `val` of its inputs must be real tensors, not fake ones.
@@ -102,7 +103,7 @@ def _shuffled(tensor: Tensor, seed: int) -> Tensor:
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-    """Yield all combinations of input placements: replicated or sharded, and replicated or partial sum.
+    """Yield combinations of input placements: all with only `S` and `R`, then all with only `P` and `R`.
 
     An input is a partial sum only if it is floating point.
     """
@@ -248,7 +249,7 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Return one function per integer, or list of integers, in a call's arguments, which scales it."""
+    """Return functions that each scale one argument of the call: an integer, or a list of integers."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 

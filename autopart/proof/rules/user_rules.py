@@ -67,7 +67,7 @@ def rule(
     if REGISTERED.get(operator, new_rule) != new_rule:
         raise RuleError(
             f"{operator} is registered with another rule already",
-            why=f"it is {call_text(operator, REGISTERED[operator])}",
+            why=f"the registered rule is {call_text(operator, REGISTERED[operator])}",
             hint="register one rule per operator and process; it can have a line for each form of the call",
         )
     if operator not in REGISTERED and has_rule(operator):
@@ -136,7 +136,7 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
             if factor not in known:
                 raise RuleError(
                     f"{option}='{text}' of {operator}: there is no factor '{factor}'",
-                    why=f"the factors are {', '.join(known)}", hint="the names of the line",
+                    why=f"the factors are {', '.join(known)}", hint="use factor names of the rule's line",
                 )  # fmt: skip
     if made_up:
         raise RuleError(
@@ -164,7 +164,7 @@ def _check_signature(operator: str, new_rule: Rule) -> None:
         overloads = _overloads(operator)
         if overloads and not any(_fits(overload._schema, len(left), len(right)) for overload in overloads):
             raise RuleError(
-                f"the line '{text}' of {operator} has {tensors}", why=f"it is {overloads[0]._schema}",
+                f"the line '{text}' of {operator} has {tensors}", why=f"the operator is {overloads[0]._schema}",
                 hint="one operand for every tensor, in the order of the call",
             )  # fmt: skip
         beyond = [position for positions in new_rule.linear for position in positions if not 0 <= position < len(left)]

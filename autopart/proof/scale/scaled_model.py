@@ -368,7 +368,7 @@ def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
     """Return True if a verification surely fits into memory: a rough estimate is below 2 % of free memory.
 
-    The rough estimate assumes six float64 activations for each pair of an input entry and a row of a weight.
+    The rough estimate of activations is 48 bytes per pair of an element of the inputs and a row of a weight.
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))

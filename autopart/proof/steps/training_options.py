@@ -85,7 +85,7 @@ def read_training(
     if targets and len(targets) < len(calls):
         raise InputError(
             f"{len(targets)} of {len(calls)} batches have the entry '{TARGET}' for the loss_fn",
-            hint="one in every batch, or none",
+            hint="a target in every batch, or in none",
         )
     return Training(
         steps,

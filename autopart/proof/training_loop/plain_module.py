@@ -38,7 +38,7 @@ class PlainMethods:
         if num_tokens is not None:
             if len(counts.found) != 1:
                 raise UsageError("num_tokens= cannot be applied to this loss in one process",
-                                 why=f"it has {len(counts.found)} means over labels, not one",
+                                 why=f"the loss has {len(counts.found)} means over labels, not one",
                                  hint="let the loss be a sum, with loss_scale=1/n")  # fmt: skip
             loss = loss * counts.found[0] / num_tokens
         (loss if loss_scale is None else loss * loss_scale).backward()

@@ -43,13 +43,14 @@ from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 from autopart.tracing.autograd.tensor_hooks import Rewrites, TracedHookHandle, hook_gradient
 from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
+from autopart.tracing.dynamic.host_functions import HostArray
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
 from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
-from autopart.tracing.python.host_functions import HostArray
+from autopart.tracing.python.size_conditions import SizeCondition, traced_sizes
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
@@ -65,6 +66,7 @@ _OF_METADATA = frozenset(
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
 ) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
 """Functions that do not depend on the grad mode and return no tensor."""
+_OF_SIZE = frozenset({_TENSOR.shape.__get__, Tensor.size, Tensor.numel})
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _SIZED_BY_VALUES = {
@@ -98,6 +100,7 @@ class EagerSemantics(TorchFunctionMode):
         self.origins = WeakIdKeyDictionary()  # {tensor: its ancestors among inputs and module outputs}
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`
+        self.sizes: list[SizeCondition] = []
         self.known = ConcreteConstants(tensors)
         self.decisions = InputDecisions(self.known, self._check_may_rewrite)
         self.packed = PackedSequences(self.known)
@@ -124,7 +127,8 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         self.skipped.go_on()
         if func in _OF_METADATA:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            return traced_sizes(output, self.sizes) if func in _OF_SIZE else output
         args = with_numbers(func, indexed(func, args), self._item)
         if func is Tensor.__setitem__:
             args = args[0], with_positions(args[1]), args[2]

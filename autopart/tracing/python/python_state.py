@@ -24,6 +24,7 @@ from autopart.ir.graph import operator_name
 from autopart.tracing.python.concrete_constants import ConcreteConstants, tensors_in
 from autopart.tracing.python.hidden_tensors import HiddenTensors
 from autopart.tracing.python.layer_settings import is_plain
+from autopart.tracing.python.size_conditions import plain_sizes
 from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
@@ -89,15 +90,15 @@ class PythonState:
     def _restore(self, name: str, attributes: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) -> None:
         attributes |= {key: before[key][0] for key in _OF_PARAMETERS & before.keys()}
         for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
-            self.changed[f"{name}.{key}".lstrip(".")] = (None, attributes.pop(key))
+            self.changed[f"{name}.{key}".lstrip(".")] = (None, plain_sizes(attributes.pop(key)))
         for key, (value, content) in before.items():
             now = attributes.get(key)
             if now is value and content is not None and not _same(now, content):
-                self.changed[f"{name}.{key}".lstrip(".")] = (content, type(now)(now))
+                self.changed[f"{name}.{key}".lstrip(".")] = (content, plain_sizes(type(now)(now)))
                 _refill(now, content)
             elif now is not value:
                 if not _same(now, value):
-                    self.changed[f"{name}.{key}".lstrip(".")] = (value, now)
+                    self.changed[f"{name}.{key}".lstrip(".")] = (value, plain_sizes(now))
                 attributes[key] = value
 
     def pop_symbolic(self, known: ConcreteConstants) -> dict[str, Any]:

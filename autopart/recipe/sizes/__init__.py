@@ -1,0 +1,1 @@
+"""Programs for new sequence lengths and batch sizes, derived from traced ones."""

@@ -1,0 +1,176 @@
+"""Traced calls that differ in the sizes of their inputs only, and calls that are derived from them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from autopart.ir.program import Program
+from autopart.recipe.sizes.fitted_values import Fitted, fit, no_nodes
+from autopart.recipe.sizes.program_template import ProgramTemplate
+from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
+from autopart.tracing.python.size_conditions import SizeCondition
+
+Traced = TypeVar("Traced")
+MAX_TRACED = 24
+"""Maximum number of traced calls that a family keeps."""
+
+
+def sizes_of(tensors: Sequence[Tensor]) -> Sizes:
+    """Return the sizes of all dims of a call's inputs."""
+    return tuple(size for tensor in tensors for size in tensor.shape)
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """Dims of a call's inputs that vary between traced calls. Dims that are always equal are one variable.
+
+    Attributes:
+        dims: for each variable its dims, as indices into `sizes_of`.
+    """
+
+    dims: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(calls: Sequence[Sizes]) -> _Variables:
+        columns = defaultdict[Sizes, list[int]](list)
+        for index, column in enumerate(zip(*calls, strict=True)):
+            if len({*column}) > 1:
+                columns[column].append(index)
+        return _Variables(tuple(map(tuple, columns.values())))
+
+    def values(self, call: Sizes) -> Sizes:
+        """Return the value of each variable in a call. Raises NotDerivable if dims of one variable differ."""
+        if any(len({call[dim] for dim in dims}) > 1 for dims in self.dims):
+            raise NotDerivable("dims that were equal in all traced calls differ")
+        return tuple(call[dims[0]] for dims in self.dims)
+
+
+class _Conditions:
+    """Decisions by sizes that the model's Python makes in several traced calls, as functions of the sizes.
+
+    Raises NotDerivable if the calls decide differently.
+    """
+
+    def __init__(self, conditions: Sequence[Sequence[SizeCondition]], sizes: Sequence[Sizes]):
+        if len({len(one) for one in conditions}) > 1:
+            raise NotDerivable("the model's Python makes other decisions by sizes")
+        self.fitted: list[Fitted] = []
+        for row in dict.fromkeys(zip(*conditions, strict=True)):
+            if fitted := fit(row, sizes, []):
+                self.fitted.append(fitted)
+
+    def check(self, sizes: Sizes) -> None:
+        """Raise NotDerivable if the model's Python would decide otherwise for these sizes."""
+        for fitted in self.fitted:
+            condition = fitted(sizes, no_nodes)
+            if not condition.holds:
+                raise NotDerivable(f"{condition.name}({condition.left}, {condition.right}) is not {condition.result}")
+
+
+class CallFamily(Generic[Traced]):
+    """Traced calls that differ in the sizes of their inputs only.
+
+    A program for other sizes is derived from traced calls with smaller and larger sizes whose graphs have the same
+    structure. Code that decides by a size mostly compares it with a limit, as in `if length > 512`. If two calls are on
+    the same side of the limit, all sizes between theirs are on that side as well.
+
+    Args:
+        write: returns the program of a traced call for a purpose.
+        conditions: returns the decisions by sizes in a traced call.
+        num_shards: returns, for each size of a traced call, the number of shards and microbatches into which it may be
+            divided. Programs are only derived for sizes that divide by it as those of the traced calls do.
+        holds: returns True if the Python values that a traced call read are unchanged.
+
+    Attributes:
+        reason: why the last call that was asked for could not be derived.
+    """
+
+    def __init__(
+        self, write: Callable[[Traced, str], Program], conditions: Callable[[Traced], Sequence[SizeCondition]],
+        num_shards: Callable[[Traced], Sizes], holds: Callable[[Traced], bool],
+    ):  # fmt: skip
+        self.write, self.conditions, self.num_shards, self.holds = write, conditions, num_shards, holds
+        self.reason = ""
+        self.calls: dict[Sizes, Traced] = {}
+        self._templates: dict[tuple[str, frozenset[Sizes]], tuple[ProgramTemplate, _Conditions] | NotDerivable] = {}
+
+    def add(self, sizes: Sizes, traced: Traced) -> None:
+        """Add a traced call. The oldest is dropped if there are more than `MAX_TRACED`."""
+        if len(self.calls) >= MAX_TRACED:
+            del self.calls[next(iter(self.calls))]
+        self.calls[sizes] = traced
+        self._templates.clear()
+
+    def neighbours(self, sizes: Sizes) -> Iterator[list[Sizes]]:
+        """Yield sets of traced calls whose sizes enclose a call's. In each set, few dims vary."""
+        by_dims = defaultdict[frozenset[int], list[Sizes]](list)
+        for call, traced in self.calls.items():
+            if self.holds(traced):
+                by_dims[frozenset(dim for dim, size in enumerate(call) if size != sizes[dim])].append(call)
+        for dims in sorted(filter(None, by_dims), key=len):
+            calls = [call for found, others in by_dims.items() if found <= dims for call in others]
+            if all(min(c[dim] for c in calls) <= sizes[dim] <= max(c[dim] for c in calls) for dim in dims):
+                shards = self.num_shards(self.calls[calls[0]])
+                yield from self._alike([call for call in calls if _divisors(call, shards) == _divisors(sizes, shards)])
+
+    def _alike(self, calls: Sequence[Sizes]) -> Iterator[list[Sizes]]:
+        """Divide calls into groups in which the model's Python takes the same branches."""
+        groups = defaultdict[Hashable, list[Sizes]](list)
+        for call in calls:
+            conditions = self.conditions(self.calls[call])
+            groups[tuple((c.name, c.result) for c in conditions if type(c.result) is bool)].append(call)
+        yield from groups.values()
+
+    def derived(self, sizes: Sizes, purpose: str) -> tuple[Program, Traced]:
+        """Return the program for a call that was not traced, and the traced call from which it was derived.
+
+        Raises NotDerivable, with the reason.
+        """
+        error = NotDerivable("no traced calls have smaller and larger sizes")
+        for calls in self.neighbours(sizes):
+            try:
+                if len(calls) < 2:
+                    raise error
+                variables = _Variables.of(calls)
+                values = variables.values(sizes)
+                if not all(low <= value <= high for low, value, high in _ranges(variables, calls, values)):
+                    raise NotDerivable("a size is smaller or larger than in all traced calls")
+                template, conditions = self._template(purpose, calls, variables)
+                conditions.check(values)
+                return template.at(values), self.calls[calls[0]]
+            except NotDerivable as reason:
+                error = reason
+        self.reason = str(error)
+        raise error
+
+    def _template(
+        self, purpose: str, calls: Sequence[Sizes], variables: _Variables
+    ) -> tuple[ProgramTemplate, _Conditions]:
+        key = purpose, frozenset(calls)
+        if key not in self._templates:
+            sizes, traced = [variables.values(call) for call in calls], [self.calls[call] for call in calls]
+            try:
+                conditions = _Conditions([self.conditions(one) for one in traced], sizes)
+                self._templates[key] = ProgramTemplate([self.write(one, purpose) for one in traced], sizes), conditions
+            except NotDerivable as reason:
+                self._templates[key] = reason
+        template = self._templates[key]
+        if isinstance(template, NotDerivable):
+            raise template
+        return template
+
+
+def _divisors(sizes: Sizes, num_shards: Sizes) -> list[int]:
+    return [math.gcd(size, shards) for size, shards in zip(sizes, num_shards, strict=True)]
+
+
+def _ranges(variables: _Variables, calls: Sequence[Sizes], values: Sizes) -> Iterator[tuple[int, int, int]]:
+    for number, value in enumerate(values):
+        known = [variables.values(call)[number] for call in calls]
+        yield min(known), value, max(known)

@@ -1,0 +1,80 @@
+"""Integers of a program as formulas of the sizes of its inputs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+Sizes = tuple[int, ...]
+"""Values of the size variables of a call, such as (batch size, sequence length)."""
+
+
+class NotDerivable(Exception):
+    """A program cannot be derived from traced ones. The text is the reason."""
+
+
+@dataclass(frozen=True)
+class SizeFormula:
+    """Formula `(factor * product(sizes[v] for v in variables) + offset) / divisor`.
+
+    >>> SizeFormula((0, 1), 1, 0, divisor=2).at((8, 77))
+    308
+    """
+
+    variables: tuple[int, ...]
+    factor: int
+    offset: int
+    divisor: int = 1
+
+    def at(self, sizes: Sizes) -> int:
+        """Return the value for these sizes.
+
+        Raises NotDerivable if it is no integer: the sizes do not divide as the traced ones do.
+        """
+        product = math.prod(sizes[variable] for variable in self.variables)
+        number, rest = divmod(self.factor * product + self.offset, self.divisor)
+        if rest:
+            raise NotDerivable(f"a size is {number} + {rest}/{self.divisor} for {sizes}")
+        return number
+
+
+def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
+    """Return the formula of an integer, given its values in several traces.
+
+    A formula with an offset must hold in three traces with different products, a formula without one in two. The
+    product of the fewest variables is used.
+
+    Args:
+        values: the integer in each trace.
+        sizes: values of the size variables in each trace.
+    Raises:
+        NotDerivable: no formula holds, or there are too few traces to confirm it.
+    """
+    without_offset, with_offset = [], []
+    for variables in _products(len(sizes[0])):
+        products = [math.prod(one[variable] for variable in variables) for one in sizes]
+        known = dict(zip(products, values, strict=True))
+        if len(known) < 2 or any(known[product] != value for product, value in zip(products, values, strict=True)):
+            continue
+        (first, low), (second, high), *_ = known.items()
+        factor = Fraction(high - low, second - first)
+        offset = low - factor * first
+        if all(factor * product + offset == value for product, value in known.items()):
+            divisor = math.lcm(factor.denominator, offset.denominator)
+            found = SizeFormula(variables, int(factor * divisor), int(offset * divisor), divisor)
+            if not offset:
+                without_offset.append(found)
+            elif len(known) > 2:
+                with_offset.append(found)
+    if not without_offset and not with_offset:
+        raise NotDerivable(f"no formula of {list(sizes)} gives {list(values)}, or too few traces confirm it")
+    return (without_offset or with_offset)[0]
+
+
+def _products(number: int) -> Iterator[tuple[int, ...]]:
+    """Yield the products of one variable, then of two, which can be equal."""
+    for length in (1, 2):
+        yield from itertools.combinations_with_replacement(range(number), length)

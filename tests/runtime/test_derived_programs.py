@@ -1,0 +1,232 @@
+"""Programs for new sequence lengths and batch sizes, derived from traced calls with other sizes."""
+
+import copy
+from unittest import mock
+
+import dist
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+import autopart
+from autopart.common.flags import environment
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.recipe import compiler as compiling
+from autopart.recipe.compiler import Compiler
+from autopart.recipe.sizes.program_template import check_derived
+from autopart.recipe.sizes.size_formula import NotDerivable, SizeFormula, fit_integer
+from autopart.tracing.python.size_conditions import TracedSize, plain_sizes, traced_sizes
+
+
+@pytest.mark.parametrize(("sizes", "values", "formula"), [
+    ([(64,), (96,)], (64, 96), ((0,), 1, 0)),
+    ([(64,), (96,)], (512, 768), ((0,), 8, 0)),
+    ([(64,), (96,)], (32, 48), ((0,), 1, 0, 2)),
+    ([(64,), (96,)], (64**2, 96**2), ((0, 0), 1, 0)),
+    ([(64,), (96,), (80,)], (65, 97, 81), ((0,), 1, 1)),
+    ([(8, 64), (8, 96), (4, 80)], (512, 768, 320), ((0, 1), 1, 0)),
+])  # fmt: skip
+def test_a_formula_of_an_integer(sizes, values, formula):
+    assert fit_integer(values, sizes) == SizeFormula(*formula)
+
+
+@pytest.mark.parametrize(("sizes", "values"), [
+    ([(64,), (96,)], (65, 97)),  # no third trace confirms the offset
+    ([(24,), (64,), (48,)], (24, 40, 40)),  # min(size, 40)
+    ([(64,), (97,), (130,)], (32, 48, 65)),  # a rounded half
+])  # fmt: skip
+def test_integers_without_a_formula(sizes, values):
+    with pytest.raises(NotDerivable):
+        fit_integer(values, sizes)
+
+
+def test_a_formula_gives_integers_only():
+    half = fit_integer((32, 48), [(64,), (96,)])
+    assert half.at((80,)) == 40
+    with pytest.raises(NotDerivable):
+        half.at((77,))
+
+
+def test_a_traced_size_is_an_int_that_records_decisions():
+    conditions = []
+    shape = traced_sizes(torch.Size([8, 24]), conditions)
+    length = shape[1]
+    assert type(shape) is torch.Size and isinstance(length, TracedSize) and shape == torch.Size([8, 24])
+    conditions.clear()
+    half = (2 * length + 2) // 4
+    assert half == 12 and half > 3 and not length % 2 and max(length, 30) == 30 and length in {24: 1} and [0] * length
+    assert {c.name for c in conditions} >= {"floordiv", "eq", "gt", "mod", "ne"} and all(c.holds for c in conditions)
+    assert length / 5 == 4.8 and length * 0.5 == 12.0 and -length == -24 and divmod(length, 7) == (3, 3)
+    assert length + torch.ones(()) == 25 and torch.zeros(length, 2).shape == (24, 2) and f"{length}" == "24"
+
+
+class KeepsSizes(nn.Module):
+    """It stores sizes in attributes, and returns them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.longest, self.rows = nn.Linear(4, 4), 0, 0
+
+    def forward(self, x):
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+        self.rows = x.size(0)
+        return self.linear(x).square().mean() * self.longest, x.shape[1], x.shape
+
+
+def test_sizes_leave_a_trace_as_ints():
+    model = KeepsSizes().double()
+    compiler = Compiler(model, Mesh.parse("dp2"), Options())
+    program, _ = compiler.program((), {"x": torch.randn(8, 12, 4).double()}, purpose="forward", training=True)
+    assert [type(output.constant) for output in program.outputs[1:]] == [int] * 4
+    assert (type(model.longest), model.longest, type(model.rows), model.rows) == (int, 12, int, 8)
+    kept = plain_sizes({"shapes": [traced_sizes(torch.Size([8, 12]), [])], "rows": (traced_sizes(8, []), "rows")})
+    assert kept == {"shapes": [torch.Size([8, 12])], "rows": (8, "rows")}
+    assert {type(size) for size in (*kept["shapes"][0], kept["rows"][0])} == {int}
+
+
+def derived_and_traced(model, mesh, batches, **options):
+    """Which of these calls were derived. Each one is traced too, and must equal the derived one node by node."""
+    compiler = Compiler(model, Mesh.parse(mesh), Options(**options))
+    derived = []
+    with (
+        environment(check=True),
+        mock.patch.object(compiling, "check_derived", wraps=check_derived) as checks,
+    ):
+        for batch in batches:
+            before = checks.call_count
+            program, _ = compiler.program((), batch, purpose="step", training=True)
+            derived.append(checks.call_count > before)
+            assert not any(
+                isinstance(argument, TracedSize)
+                for stage in program.stages for node in stage.graph.graph.nodes for argument in node.args
+            )  # fmt: skip
+    return derived
+
+
+SHAPES = [(8, 12), (8, 48), (8, 24), (8, 20), (8, 36), (16, 16), (16, 20), (8, 28), (8, 52)]
+BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [
+    ("llama", "tp2"), ("gpt2", "pp2"), ("t5", "dp2"), ("llama", "cp2"), ("bert", "tp2"), ("gpt2", "dp2,tp2"),
+])  # fmt: skip
+@pytest.mark.few
+def test_a_derived_program_equals_the_traced_one(name, mesh):
+    model = BUILDERS[name](num_layers=2, seq=64)[0]
+    batches = [BUILDERS[name](num_layers=2, rows=rows, seq=seq)[1] for rows, seq in SHAPES]
+    derived = derived_and_traced(model, mesh, batches)
+    assert derived[:2] == [False] * 2 and derived[3:6] == [True, True, False] and derived[7:] == [True, False]
+
+
+class ByLength(nn.Module):
+    """Python decisions by the length, of several kinds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+
+    def forward(self, x):
+        length, h = x.shape[1], self.linear(x)
+        if self.kind == "limit" and length > 40:
+            h = h * 2
+        if self.kind == "odd" and length % 2:
+            h = h[:, :-1] * 2
+        if self.kind == "equal" and length == 33:
+            h = h * 3
+        if self.kind == "padded":
+            h = F.pad(h, (0, 0, 0, -length % 8)).unflatten(1, (-1, 8)).relu().flatten(1, 2)
+        if self.kind == "minimum":
+            h = h[:, : min(length, 40)]
+        if self.kind == "chunks":
+            h = sum(chunk.tanh().sum() for chunk in h.split(16, dim=1))
+        if self.kind == "power" and length & (length - 1) == 0:
+            h = h.sin()
+        if self.kind == "mean":
+            h = h.sum() / length
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["limit", "odd", "equal", "padded", "minimum", "chunks", "power", "mean"])
+def test_decisions_by_a_size_are_guards(kind):
+    lengths = (24, 56, 40, 48, 33, 34, 41, 39, 32, 36, 25, 55, 47)
+    batches = [{"x": torch.randn(8, length, 4).double()} for length in lengths]
+    derived_and_traced(ByLength(kind).double(), "dp2", batches)
+
+
+def test_two_lengths_that_were_equal_need_a_trace_when_they_differ():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return (self.linear(x).sum(1) + self.linear(y).sum(1)).square().mean()
+
+    sizes = [(6, 6), (16, 16), (12, 12), (10, 10), (10, 14), (14, 10), (14, 12), (12, 14), (9, 13)]
+    batches = [{"x": torch.randn(4, n, 4).double(), "y": torch.randn(4, m, 4).double()} for n, m in sizes]
+    derived = derived_and_traced(Pair().double(), "dp2", batches)
+    assert derived[:2] == [False] * 2 and derived[2:5] == [True, True, False] and derived[-1]
+
+
+class Widened(nn.Module):
+    """Its Python number `extra` becomes an integer of the graph, as a size would."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.extra = nn.Linear(4, 4), 24
+
+    def forward(self, x):
+        return F.pad(self.linear(x), (0, 0, 0, self.extra)).exp().mean()
+
+
+def test_calls_traced_under_other_python_values_are_not_used():
+    model = Widened().double()
+    compiler = Compiler(model, Mesh.parse("dp2"), Options())
+
+    def call(length, extra):
+        model.extra = extra
+        compiler.program((), {"x": torch.randn(8, length, 4).double()}, purpose="step", training=True)
+
+    for length in (24, 48, 36):
+        call(length, length)  # as if `extra` were the length
+    with environment(check=True):
+        for length in (30, 40, 44):
+            call(length, 36)
+
+
+LOOP = [(6, 4), (6, 28), (6, 16), (6, 8), (6, 24), (6, 12), (6, 20)]
+
+
+def train_on(name, mesh, options):
+    """Training steps with another length each, beside the plain model, with at most three traces."""
+    model, _ = BUILDERS[name](num_layers=1, seq=32)
+    _, batch = BUILDERS[name](num_layers=1, rows=LOOP[0][0], seq=LOOP[0][1])
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
+    optimizers = torch.optim.SGD(pm.parameters(), lr=1e-2), torch.optim.SGD(model.parameters(), lr=1e-2)
+    with mock.patch("autopart.recipe.make_plan.trace", wraps=autopart.recipe.make_plan.trace) as traces:
+        for rows, seq in LOOP:
+            batch = BUILDERS[name](num_layers=1, rows=rows, seq=seq)[1]
+            loss = model(**batch, **zoo.no_cache(model))
+            loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+            loss.backward()
+            zoo.assert_close_outputs(pm.step(**batch), loss.detach(), where=f"loss of {rows} x {seq}")
+            zoo.assert_same_grads(pm.full_grads(), {n: p.grad for n, p in model.named_parameters()})
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert traces.call_count <= 2  # beside the example
+    for key, value in model.state_dict().items():
+        zoo.assert_close_outputs(pm.full_state_dict()[key], value, where=key)
+
+
+@pytest.mark.parametrize(("name", "mesh", "options"), [
+    ("llama", "tp2", {}), ("gpt2", "pp2", {"microbatches": 2}), ("bert", "dp2", {"zero": 3}), ("t5", "tp2", {}),
+    ("llama", "cp2", {"recompute": "full"}),
+])  # fmt: skip
+@pytest.mark.few
+def test_processes_train_on_another_length_in_every_step(name, mesh, options):
+    dist.run_ranks(train_on, 2, name, mesh, options, timeout_s=120.0)
