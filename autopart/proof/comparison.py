@@ -7,12 +7,14 @@ random numbers from one seed, as `rng="exact"` does.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -138,10 +140,20 @@ def restore_buffers(model: nn.Module, written: Collection[str] = ()) -> Iterator
 
 @contextmanager
 def fixed_seed(seed: int = SEED) -> Iterator[None]:
-    """Context manager that seeds the default generators on entry and restores their state on exit."""
+    """Context manager that seeds the default generators on entry and restores their state on exit.
+
+    The generators are those of torch, numpy and Python.
+    """
+    of_numpy, of_python = np.random.get_state(legacy=False), random.getstate()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
-        yield
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:

@@ -17,6 +17,7 @@ from autopart.compat.torch_internals import Tracing, leaves_with_names, register
 from autopart.tracing.autograd.autograd_functions import apply_as_operator
 from autopart.tracing.autograd.cond_branches import both_branches
 from autopart.tracing.autograd.func_transforms import transformed
+from autopart.tracing.dynamic.host_functions import host_functions
 from autopart.tracing.python.assigned_buffers import AssignedBuffers
 from autopart.tracing.python.concrete_constants import tensors_in
 from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast
@@ -54,6 +55,7 @@ class ExportEntry(nn.Module):
         self.real = inputs
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
         self.draws_by_torch = False  # whether Python's random numbers are torch's
+        self.draws_on_host = False  # whether functions that draw Python's random numbers are host functions
         self.spoken = [users_input(model, name) for name in names]
         self.tensor_names = tensor_names(names)
 
@@ -89,12 +91,13 @@ class ExportEntry(nn.Module):
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
         written = self.assigned.written(self.semantics.known if is_traced else None)
         draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
+        host = host_functions(self.model, self.semantics.known, self.draws_on_host) if is_traced else nullcontext()
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
         watched = watched_frames()  # below `semantics`, which looks at the frames of its callers
         with (
             watched, written, assigned(numbers), self.state, self.autocast, floats, semantics, hook, checkpoints,
-            conditions, transforms, draws,
+            conditions, transforms, draws, host,
         ):  # fmt: skip
             call = tree_unflatten(arguments, self.spec)
             returned = call_model(self.model, call)

@@ -217,13 +217,15 @@ def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program
         check(program)
         return program
     except TraceError as refused:
-        entry.draws_by_torch = entry.semantics.may_rewrite = True
-        try:
-            program = _exported(entry, example)
-        except Exception:  # torch returns a tensor where a number is needed
-            raise refused from None
-        check(program)
-        return program
+        entry.semantics.may_rewrite = True
+        for entry.draws_by_torch, entry.draws_on_host in ((True, False), (False, True)):
+            try:
+                program = _exported(entry, example)
+                check(program)
+                return program
+            except Exception as error:  # torch returns a tensor where a number is needed
+                failure = error
+        raise refused from (failure if isinstance(failure, TraceError) else None)
 
 
 def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -361,7 +363,11 @@ def _from_exported(
     if isinstance(model, WithLoss):
         _mark_loss(model, graph)
     inputs = dict(zip(plain_names, call.names, strict=True))
-    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, name_of(target)))
+
+    def named_as(target: str) -> str:
+        return inputs.get(target, name_of(target))
+
+    notes += name_outputs(users_model(model), graph, signature.output_specs, named_as)
     check_unwritten(model, graph.output_node().args[1])
     name_function_nodes(graph)
     if arguments.get(_NO_CACHE) is False:

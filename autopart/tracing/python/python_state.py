@@ -202,7 +202,7 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
                 f"{type(model).__name__} draws random numbers from {drawn} in its forward",
                 refusal=Refusal.RANDOM,
                 why="forward() runs once, for the trace: every step would use the numbers drawn there",
-                hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
+                hint="autopart.host_function around the function that draws them and returns tensors; or torch.rand",
             )
 
 
