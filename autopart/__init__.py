@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from autopart.proof.verify import Verification, verify
     from autopart.runtime.module import ParallelModule
     from autopart.runtime.training.grad_scaler import GradScaler
+    from autopart.tracing.dynamic.host_functions import host_function
     from autopart.tuning.search import search
 
 __all__ = [
     "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "LoopVerification", "Mesh",
     "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification", "calibrate", "check_rule", "crossover",
-    "doctor", "parallelize", "pins_from", "plan", "rule", "search", "search_blocks", "simulate", "verify",
-    "verify_loop",
+    "doctor", "host_function", "parallelize", "pins_from", "plan", "rule", "search", "search_blocks", "simulate",
+    "verify", "verify_loop",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -48,7 +49,7 @@ _MODULE_OF = {
     "Simulation": "cost.predict.simulate", "Verification": "proof.verify",
     "calibrate": "extras.calibrate", "check_rule": "proof.rules.user_rules", "crossover": "cost.formula.plan_cost",
         "doctor": "cli.doctor",
-    "parallelize": "api",
+    "host_function": "tracing.dynamic.host_functions", "parallelize": "api",
     "pins_from": "extras.interop", "plan": "api", "rule": "proof.rules.user_rules", "search": "tuning.search",
     "search_blocks": "extras.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
     "verify_loop": "api",

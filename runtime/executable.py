@@ -18,7 +18,7 @@ from autopart.ir.run.schedules import SPLIT_BACKWARD
 from autopart.runtime.batch.batch_split import merge_microbatches, merged_shapes
 from autopart.runtime.batch.buffer_updates import write_buffers
 from autopart.runtime.batch.local_batch import LocalBatch
-from autopart.runtime.comm.call_random import check_same_state, one_stream
+from autopart.runtime.comm.call_random import check_same_state, has_host_functions, one_stream
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import sum_over
@@ -282,7 +282,9 @@ class Executable:
         if self.program.draws == "exact":
             comparison.finish_comparison()
             check_same_state(self.program, self.process)
-        with one_stream(self.program, local_inputs, device) as rewind:
+        if has_host_functions(self.program):
+            comparison.finish_comparison()
+        with one_stream(self.program, local_inputs, device, self.process) as rewind:
             for module in self.modules:
                 rewind()
                 module.load(local_inputs)

@@ -25,7 +25,7 @@ from autopart.ir.program import Program, Stage
 from autopart.ops.expert_dispatch import DispatchPlan
 from autopart.ops.mask_key_ranges import MaskStructure
 from autopart.ops.stage_masks import differ_by_rank, with_mask_structure
-from autopart.runtime.batch.batch_split import stage_arguments
+from autopart.runtime.batch.batch_split import Arguments, merge_for_tail, stage_arguments
 from autopart.runtime.batch.buffer_updates import NewBuffers, buffer_updates_of
 from autopart.runtime.comm.call_random import one_stream
 from autopart.runtime.comm.collectives import Dtypes, attribute, bind, conversion_cuts, in_dtype, on_device
@@ -85,24 +85,21 @@ def run_lockstep(
             values = _prologue_values(stage, device, buffers, inputs)
             ranks = stage_ranks(program, stage.index, stage_style)
             count = len(stage.inputs)
-            keywords = {
-                rank: stage_arguments(
-                    program, stage.inputs, _rank_copies(values[:count]), program.mesh.coordinates(rank)
-                )
-                for rank in ranks
-            }
+            keywords = {rank: _rank_arguments(program, stage, values[:count], rank) for rank in ranks}
             updates = values[count:]
             runs.append(_StageRun(stage, program.mesh, keywords, parameters, buffers, device, primitives, updates))
 
     outputs: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in runs[-1].ranks}
     for microbatch in range(program.microbatches):
         sent: list[PerRank] = []
-        for run in runs:
+        for run in runs[: program.num_stages]:
             # The ranks of two stages differ only in their `pp` coordinate, so they correspond in order.
             received = [dict(zip(run.ranks, value.values(), strict=True)) for value in sent]
             sent = run(received, microbatch, on_value)
         for rank, per_microbatch in outputs.items():
             per_microbatch.append(tuple(value[rank] for value in sent))
+    if program.tail is not None:
+        outputs = _run_tail(program, runs[-1], outputs, on_value)
     if new_buffers is not None:
         for run in runs:
             for rank in run.ranks:
@@ -121,6 +118,30 @@ def _prologue_values(
     run.extra_traceback = False
     values: tuple[Any, ...] = run.run(*inputs)
     return values
+
+
+def _run_tail(
+    program: Program, run: _StageRun, sent: Mapping[int, list[tuple[Any, ...]]], on_value: OnValue | None
+) -> dict[int, list[tuple[Any, ...]]]:
+    """Merge the values that the last stage sends for all microbatches, and run the tail once on them.
+
+    Args:
+        sent: {rank: the values that the last stage sends, for each microbatch}.
+    """
+    merged = {rank: merge_for_tail(program, per_microbatch) for rank, per_microbatch in sent.items()}
+    received = [dict(zip(merged, values, strict=True)) for values in zip(*merged.values(), strict=True)]
+    outputs = run(received, 0, on_value)
+    return {rank: [tuple(value[rank] for value in outputs)] for rank in sent}
+
+
+def _rank_arguments(program: Program, stage: Stage, values: Sequence[Any], rank: int) -> list[Arguments]:
+    """Return the keyword arguments of a stage graph on a rank, for each run of the graph.
+
+    Args:
+        values: the stage inputs that the prologue has computed.
+    """
+    at, copies = program.mesh.coordinates(rank), _rank_copies(values)
+    return stage_arguments(program, stage.inputs, copies, at, program.runs_of(stage))
 
 
 def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tensor]]) -> torch.device:

@@ -16,9 +16,9 @@ from autopart.compat.pipelining_internals import schedule_class, split_backward_
 from autopart.compat.torch_internals import LazyGraphModule
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.program import Boundary, Program, Stage
-from autopart.ir.run.schedules import SINGLE_STAGE, check_schedule, schedule_for
+from autopart.ir.run.schedules import SINGLE_STAGE, WITH_TAIL, check_schedule, schedule_for
 from autopart.ops.stage_masks import with_mask_structure
-from autopart.runtime.batch.batch_split import Arguments, stage_arguments
+from autopart.runtime.batch.batch_split import Arguments, merge_for_tail, stage_arguments
 from autopart.runtime.batch.buffer_updates import NewBuffers, buffer_updates_of
 from autopart.runtime.comm.collectives import bind, with_flat_names
 from autopart.runtime.comm.process_mesh import Process
@@ -31,6 +31,7 @@ from autopart.runtime.graphs.cached_constants import Constants
 from autopart.runtime.graphs.compiled_blocks import compiled
 from autopart.runtime.graphs.mask_kernels import MaskStructures, StageMasks, specialize_constant_masks
 from autopart.runtime.graphs.recompute_calls import has_regions, with_regions
+from autopart.runtime.tail_run import TailRun
 from autopart.runtime.training.step_options import scaled
 from autopart.tracing.call_cache import Recent
 
@@ -40,7 +41,7 @@ def default_schedule(program: Program) -> str:
 
     The result is interleaved 1F1B if a rank has several stages, else 1F1B.
     """
-    return "interleaved_1f1b" if len(program.stages) > program.mesh.size("pp") else "1f1b"
+    return "interleaved_1f1b" if program.num_stages > program.mesh.size("pp") else "1f1b"
 
 
 _MAX_GRAPHS = 4
@@ -111,6 +112,8 @@ class StageModule(nn.Module):
         placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
         self.received_names = [str(name) for name in placeholders if name not in keywords]
         self.loaded = _Loaded()
+        self.tail: TailRun | None = None
+        """The tail of the program, if this is the last pipeline stage and the program has a tail."""
 
     @property
     def needs_full_backward(self) -> bool:
@@ -159,7 +162,10 @@ class StageModule(nn.Module):
         """Compute this stage's inputs from the global batch, and split them into this rank's microbatches."""
         values = self.prologue(*inputs)
         count = len(self.stage.inputs)
-        arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
+        arguments = stage_arguments(
+            self.program, self.stage.inputs, values[:count], self.process.coordinates,
+            self.program.runs_of(self.stage),
+        )  # fmt: skip
         mask_structures = self.masks.mask_structures(arguments)
         graphs = [self._specialized_graph(one) for one in mask_structures]
         used_arguments = [
@@ -192,6 +198,8 @@ class StageModule(nn.Module):
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
         if received:
             received = _Received.apply(self.process.device, *received)
+        if self.tail is not None:
+            return self.tail.receive(self.run(received, int(microbatch)))
         sends = self.run(received, int(microbatch))
         if self.is_last:
             self.loaded.other_outputs[int(microbatch)] = tuple(value.detach() for value in sends[1:])
@@ -200,7 +208,7 @@ class StageModule(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        return self.stage.index == len(self.program.stages) - 1
+        return self.stage.index == self.program.num_stages - 1
 
 
 class _Received(torch.autograd.Function):
@@ -241,12 +249,16 @@ class Pipeline:
     """The stages of this rank and the schedule that runs them."""
 
     def __init__(self, modules: Sequence[StageModule], program: Program, process: Process, schedule: str):
-        pp = process.mesh.size("pp")
-        schedule = schedule_for(schedule, len(program.stages), pp, program.microbatches)
-        check_schedule(schedule, len(program.stages), pp, program.microbatches)
-        self.modules, self.program, self.process, self.stage_style = modules, program, process, stage_style_of(schedule)
+        pp, num_stages = process.mesh.size("pp"), program.num_stages
+        schedule = schedule_for(schedule, num_stages, pp, program.microbatches)
+        check_schedule(schedule, num_stages, pp, program.microbatches)
+        assert program.tail is None or schedule in WITH_TAIL, f"schedule {schedule} runs no tail"
+        self.program, self.process, self.stage_style = program, process, stage_style_of(schedule)
+        self.modules = [module for module in modules if not module.stage.is_tail]
+        self.tail = next((TailRun(module) for module in modules if module.stage.is_tail), None)
+        self.modules[-1].tail = self.tail
         self.loss_scale = 1.0
-        stages = [self._pipeline_stage(module) for module in modules]
+        stages = [self._pipeline_stage(module) for module in self.modules]
         options: dict[str, Any] = {
             "n_microbatches": program.microbatches,
             "loss_fn": self._loss,
@@ -255,15 +267,17 @@ class Pipeline:
         self.schedule = schedule_class(schedule)(stages[0] if schedule in SINGLE_STAGE else stages, **options)
 
     def _pipeline_stage(self, module: StageModule) -> Any:
-        returned = module.stage.sends[:1] if module.is_last else module.stage.sends
+        returned = _examples(module.stage.sends[:1] if module.is_last else module.stage.sends, self.process)
+        if module.tail is not None:
+            returned = (torch.empty((), device="meta", requires_grad=True),)
         # With example inputs and outputs, pipelining does not run the stage to infer shapes.
         stage = stage_class()(
             module,
             module.stage.index,
-            len(self.program.stages),
+            self.program.num_stages,
             self.process.wire,
             input_args=_examples(module.stage.receives, self.process),
-            output_args=_examples(returned, self.process),
+            output_args=returned,
             group=self.process.groups["pp"],
             dw_builder=_empty_dw_builder if module.needs_full_backward else None,
         )
@@ -273,10 +287,10 @@ class Pipeline:
     @property
     def last_coordinate(self) -> int:
         """`pp` coordinate of the last stage."""
-        return self.coordinate(len(self.program.stages) - 1)
+        return self.coordinate(self.program.num_stages - 1)
 
     def coordinate(self, stage: int) -> int:
-        return stage_coordinate(stage, len(self.program.stages), self.process.mesh.size("pp"), self.stage_style)
+        return stage_coordinate(stage, self.program.num_stages, self.process.mesh.size("pp"), self.stage_style)
 
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
         """Run forward and backward of all microbatches. Gradients are those of `loss_scale` times the loss.
@@ -285,6 +299,10 @@ class Pipeline:
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
+        if self.tail is not None:
+            self.tail.begin(loss_scale)
+            self.run_on_indices(losses)
+            return [self.tail.outputs]
         self.run_on_indices(losses)
         other_outputs = [module.loaded.other_outputs for module in self.modules if module.is_last]
         return [(loss.detach(), *other_outputs[0][index]) for index, loss in enumerate(losses)]
@@ -300,7 +318,7 @@ class Pipeline:
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """Return the last stage's loss, whose backward multiplies gradients by the loss scale."""
-        return scaled(loss, self.loss_scale)
+        return loss if self.tail is not None else scaled(loss, self.loss_scale)
 
     @torch.no_grad()
     def forward(self) -> list[tuple[Tensor, ...]]:
@@ -322,7 +340,9 @@ class Pipeline:
                 if not hold_sends:
                     works += self._send(module, ready)
             works += self._send(module, ready)
-            if module.is_last:
+            if module.is_last and self.tail is not None:
+                outputs = [self.tail.module.run(merge_for_tail(self.program, [*ready.values()]), 0)]
+            elif module.is_last:
                 outputs = list(ready.values())
             elif self.coordinate(module.stage.index + 1) == self.process.pp:
                 local = ready

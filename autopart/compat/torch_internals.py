@@ -6,7 +6,7 @@ import ctypes
 import functools
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -22,6 +22,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -37,6 +38,22 @@ TreeSpec = pytree.TreeSpec
 tree_flatten = pytree.tree_flatten
 tree_map = pytree.tree_map
 tree_unflatten = pytree.tree_unflatten
+
+
+def register_mapping(kind: type[dict[Any, Any]]) -> None:
+    """Register a subclass of dict as a pytree node, whose children are its values."""
+
+    def built(values: Iterable[Any], keys: Any) -> Any:
+        new = kind.__new__(kind)
+        for key, value in zip(keys, values, strict=True):
+            new[key] = value
+        return new
+
+    pytree.register_pytree_node(
+        kind, lambda mapping: (list(mapping.values()), list(mapping)), built,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=lambda mapping: ([(pytree.MappingKey(k), v) for k, v in mapping.items()], list(mapping)),
+    )  # fmt: skip
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -379,8 +396,8 @@ def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor with data: neither fake nor meta."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    """Return True for a tensor with data: neither fake, nor meta, nor lazy and uninitialized."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor))
 
 
 def fake_mode() -> AbstractContextManager[Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import shape
+from autopart.ir.graph import shape, tensor_inputs, tuple_values
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
@@ -73,6 +73,7 @@ class Decisions:
         dp_sync: method that synchronizes gradients or models over data-parallel ranks.
         balance: planned load of the busiest expert-parallel rank, as a multiple of the mean load. It determines buffer
             sizes.
+        tail: operators that run once per step, on all microbatches of the last stage (`Program.tail`).
     """
 
     mesh: Mesh
@@ -87,6 +88,7 @@ class Decisions:
     scatter_sends: bool = False
     dp_sync: SyncOption = ALL_REDUCE
     balance: float = 1.0
+    tail: frozenset[fx.Node] = frozenset()
 
     def place(self, name: str, axis: str) -> Placement:
         """Return the placement of a stored parameter on an axis."""
@@ -133,16 +135,25 @@ class Decisions:
 
 
 def data_strategies(
-    mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False
-) -> dict[str, Mapping[fx.Node, Strategy]]:
+    mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False,
+    tail: Iterable[fx.Node] = (),
+) -> dict[str, Mapping[fx.Node, Strategy]]:  # fmt: skip
     """Return the entries of `Decisions.strategies` for the data-parallel axes and `MICROBATCH_AXIS`.
 
     Args:
         rows: {operator: its strategy on the data-parallel axes}.
         copied: every data-parallel rank computes all samples, so these axes get no entry.
+        tail: operators that run once on all microbatches.
     """
-    axes = () if copied else mesh.along("rows")
-    return dict.fromkeys((*axes, *[MICROBATCH_AXIS] * (microbatches > 1)), rows)
+    axes = dict.fromkeys(() if copied else mesh.along("rows"), rows)
+    if microbatches == 1:
+        return axes
+    return {**axes, MICROBATCH_AXIS: {**rows, **{node: replicated(node) for node in tail}} if tail else rows}
+
+
+def replicated(node: fx.Node) -> Strategy:
+    """Return the strategy of an operator that needs the full value of each input."""
+    return Strategy((R,) * len(tensor_inputs(node)), (R,) * len(tuple_values(node)))
 
 
 def with_placements(stored: Mapping[str, Layout], axis: str, placements: Mapping[str, Placement]) -> dict[str, Layout]:

@@ -167,6 +167,15 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return dropout_probability(node) != 0 and False not in (argument(node, "train"), argument(node, "training"))
 
 
+HOST_FUNCTION = "host_function"
+"""Namespace of the operators that run a function on the host, with numpy or Python."""
+
+
+def is_host_draw(node: fx.Node) -> bool:
+    """Return True if a call runs a host function of inputs alone, which can draw random numbers."""
+    return getattr(node.target, "namespace", "") == HOST_FUNCTION and draws_random_numbers(node)
+
+
 RNG_EXACT_UNSUPPORTED = "rng='exact' cannot reproduce the random numbers of a single device"
 
 

@@ -134,6 +134,9 @@ class Stage:
     `graph(*received, **inputs) -> tuple` runs once per microbatch. Its positional placeholders are the values that the
     previous stage sends. Its outputs are the values that this stage sends, or, in the last stage, the tensor outputs
     of the program. Parameters and buffers are `get_attr` nodes with their original dotted names.
+
+    `is_tail`: the graph runs once per call, after all microbatches of the stage before it, on the ranks of that stage.
+    Its operators mix samples of the batch. The runtime merges the received values of all microbatches.
     """
 
     index: int
@@ -145,6 +148,7 @@ class Stage:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     updates: tuple[BufferUpdate, ...] = ()
+    is_tail: bool = False
 
     @property
     def graph_updates(self) -> tuple[BufferUpdate, ...]:
@@ -268,6 +272,20 @@ class Program:
     """Dtype in which ranks reduce gradients of parameters; None: the dtype of the gradient."""
     dp_sync: SyncOption = ALL_REDUCE
     """Method of data-parallel communication."""
+
+    @property
+    def tail(self) -> Stage | None:
+        """The graph that runs once on all microbatches of the last pipeline stage, None if there is none."""
+        return self.stages[-1] if self.stages[-1].is_tail else None
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, without the tail."""
+        return len(self.stages) - self.stages[-1].is_tail
+
+    def runs_of(self, stage: Stage) -> int:
+        """Return how many times a call runs the graph of a stage: once per microbatch, or once for the tail."""
+        return 1 if stage.is_tail else self.microbatches
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:

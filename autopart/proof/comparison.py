@@ -7,12 +7,14 @@ random numbers from one seed, as `rng="exact"` does.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -26,7 +28,7 @@ from autopart.ir.sharding import local_shard_of
 from autopart.ir.trace import Trace
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.proof.summed_magnitudes import summed_magnitude
+from autopart.proof.summed_magnitudes import gradient_magnitudes, summed_magnitude
 from autopart.runtime.batch.batch_split import merge_microbatches
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
@@ -138,10 +140,20 @@ def restore_buffers(model: nn.Module, written: Collection[str] = ()) -> Iterator
 
 @contextmanager
 def fixed_seed(seed: int = SEED) -> Iterator[None]:
-    """Context manager that seeds the default generators on entry and restores their state on exit."""
+    """Context manager that seeds the default generators on entry and restores their state on exit.
+
+    The generators are those of torch, numpy and Python.
+    """
+    of_numpy, of_python = np.random.get_state(legacy=False), random.getstate()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
-        yield
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
@@ -216,7 +228,7 @@ class GraphUnderTest:
         inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
         all_grads = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
         pairs = zip(trained, all_grads, strict=False)
-        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
+        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None and g.numel()}
         names = self.traced.call.with_gradient
         input_grads = {n: g for n, g in zip(names, all_grads[len(trained) :], strict=True) if g is not None}
         # Copies: an output may be a buffer.
@@ -236,6 +248,12 @@ class GraphUnderTest:
             values = self.values()
             terms = {name: scale_of(summed_magnitude(node, values)) for name, node in updates.items()}
         return dict.fromkeys(self.traced.buffer_updates, FLOOR) | terms
+
+    def gradient_magnitudes(self, names: Collection[str], factor: float = 1.0) -> dict[str, Tensor]:
+        """Return {parameter: total magnitude of the terms of its gradient}, times a factor."""
+        values = self.values()
+        terms = gradient_magnitudes(self.seed(self.flat_outputs(values)), values, names)
+        return {name: magnitude * factor for name, magnitude in terms.items()}
 
     # Partitioned
 

@@ -27,14 +27,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopart.common.progress import phase
 from autopart.compat.export_internals import quiet_shapes
 from autopart.compat.torch_internals import tree_flatten, tree_map
 from autopart.errors import Refusal, TraceError
-from autopart.ir.graph import draws_random_numbers
+from autopart.ir.graph import draws_random_numbers, is_host_draw
 from autopart.ir.program import Rng
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.trace import Trace
@@ -125,7 +125,7 @@ class Reference:
         self.arguments = self.converted(arguments)
         phase("tracing the model")
         traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
-        if self.rng == "fast" and any(map(draws_random_numbers, traced.graph.nodes)):
+        if self.rng == "fast" and any(map(_draws_by_torch, traced.graph.nodes)):
             self.notes.append(NO_DROPOUT)
             self.model.eval()
             traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
@@ -209,6 +209,8 @@ class Reference:
 
     def _run_model(self, subject: GraphUnderTest) -> Results:
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
+        inputs = [leaf for leaf in tree_flatten(self.arguments)[0] if isinstance(leaf, Tensor)]
+        versions = [(leaf, leaf._version, leaf.detach().clone()) for leaf in inputs]
         written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
         with restore_buffers(self.base, written_parameters), PythonState(self.model):
             by_torch = DRAWN_BY_TORCH in subject.traced.notes
@@ -217,8 +219,15 @@ class Reference:
             written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}
             results = subject.differentiate(flat, written, subject.traced.parameters)
+        for leaf, version, value in versions:  # the forward augments this input in place
+            if leaf._version != version:
+                leaf.detach().copy_(value)
         self.lost = changed - set(written)
         return results
+
+
+def _draws_by_torch(node: fx.Node) -> bool:
+    return draws_random_numbers(node) and not is_host_draw(node)
 
 
 def _is_double(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ mean of the absolute values, not to the mean itself (Higham, Accuracy and Stabil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,3 +60,61 @@ def _magnitude(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().abs() if value.is_floating_point() or value.is_complex() else value
     return abs(value) if isinstance(value, (int, float)) else value
+
+
+_LINEAR = {"aten::mul", "aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::addmm", "aten::conv1d",
+           "aten::conv2d", "aten::conv3d", "aten::convolution", *_SUMS, *_VIEWS, *_COPIES}  # fmt: skip
+"""Operators that are linear in each of their tensors: a gradient sums products of other inputs and of gradients."""
+
+
+def gradient_magnitudes(loss: Tensor, values: Mapping[fx.Node, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """Return {name of a parameter: sum of the absolute values of the terms of its gradient}.
+
+    The gradient of a gain before a normalization is a sum of large terms that cancel. Its rounding is relative to these
+    terms. `.grad` fields are not written.
+
+    Args:
+        loss: the scalar that is differentiated.
+        values: the value of every node of the graph that computed the loss.
+        names: names of parameters.
+    """
+    nodes = [node for node in values if node.op == "get_attr" and str(node.target) in names]
+    outputs = {user: values[user] for node in nodes for user in _linear_users(node) if values[user].requires_grad}
+    grads = torch.autograd.grad(loss, [*outputs.values()], allow_unused=True) if outputs else ()
+    of_outputs = {user: grad.abs() for user, grad in zip(outputs, grads, strict=True) if grad is not None}
+
+    def magnitude(node: fx.Node) -> Tensor:
+        total = torch.zeros_like(values[node])
+        for user in of_outputs.keys() & node.users.keys():
+            of_output = magnitude(user) if operator_name(user) in _VIEWS | _COPIES else of_outputs[user]
+            total += _terms(user, node, values, of_output)
+        return total.detach()
+
+    totals: dict[str, Tensor] = {}
+    for node in nodes:
+        name = str(node.target)
+        totals[name] = magnitude(node) + totals.get(name, 0.0)
+    return totals
+
+
+def _linear_users(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the linear operators that use a node, also through views and copies."""
+    for user in node.users:
+        if user.op == "call_function" and operator_name(user) in _LINEAR:
+            yield user
+            if operator_name(user) in _VIEWS | _COPIES:
+                yield from _linear_users(user)
+
+
+def _terms(user: fx.Node, node: fx.Node, values: Mapping[fx.Node, Any], of_output: Tensor) -> Tensor:
+    """Return the total magnitude of the terms of the gradient of a linear operator's input.
+
+    Args:
+        node: the input.
+        of_output: absolute values of the gradient of the operator's output.
+    """
+    leaf = values[node].detach().clone().requires_grad_()
+    with torch.enable_grad():
+        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: leaf if n is node else _magnitude(values[n]))
+        (terms,) = torch.autograd.grad(user.target(*args, **kwargs), leaf, of_output)
+    return terms.abs()

@@ -32,7 +32,7 @@ from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.program import Rng
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_extra
+from autopart.ir.run.schedules import MULTI_STAGE, WITH_TAIL, Schedule, can_run, check_schedule, schedule_extra
 from autopart.ir.run.sync_option import parse_sync
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.stage_masks import as_traced
@@ -41,7 +41,8 @@ from autopart.passes.choose.decide import boundary_operators, choose_stages_agai
 from autopart.passes.choose.explain.reasons import DeferredReasons, Reasons, Solved
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.recompute_regions import check_recompute, recompute_of_checkpoints
-from autopart.passes.choose.solve.batch_axis import choose_batch, first_batch_mixing
+from autopart.passes.choose.solve.batch_axis import split_batch
+from autopart.passes.choose.stages.stage_partition import can_run_tail
 from autopart.passes.choose.storage.sharded_storage import choose_sharded_storage
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
@@ -407,26 +408,25 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
             why, hint = f"the mesh {mesh} has no axis pp", f"mesh='pp2', or leave {asked.partition('=')[0]} out"
             raise OptionError(f"{asked} needs a pipeline", why=why, hint=hint)
         return Schedule(None, options.microbatches or 1, 1)
-    name = name or ("interleaved_1f1b" if (virtual or 1) > 1 else "1f1b")
+    names = (name,) if name else ("interleaved_1f1b",) if (virtual or 1) > 1 else ("1f1b", *WITH_TAIL)
     virtual = virtual or (2 if name in MULTI_STAGE else 1)
-    microbatches = options.microbatches or _microbatches(traced, mesh, name, pp * virtual)
-    check_schedule(name, pp * virtual, pp, microbatches)
-    return Schedule(name, microbatches, virtual)
+    most = batch_size(traced) // mesh.batch_divisor
+    counts = [options.microbatches] if options.microbatches else _divisors(most, 4 * pp)
+    for microbatches in counts:
+        split = split_batch(traced.graph, mesh.data_parallel_size, microbatches)
+        for name in names:
+            has_tail = name in WITH_TAIL and can_run_tail(traced, split.tail, pp * virtual)
+            if (has_tail or not split.tail) and can_run(name, pp * virtual, pp, microbatches):
+                return Schedule(name, microbatches, virtual)
+    is_mixed = options.microbatches is not None and split.tail  # `decide` explains why the tail cannot run
+    schedule = Schedule(names[-1 if is_mixed else 0], counts[0] if counts else 1, virtual)
+    check_schedule(names[0], pp * virtual, pp, schedule.microbatches)
+    return schedule
 
 
-def _microbatches(traced: Trace, mesh: Mesh, schedule: str, num_stages: int) -> int:
-    rows = batch_size(traced) // mesh.batch_divisor
-    divisors = [m for m in range(min(rows, 4 * mesh.size("pp")), 0, -1) if rows % m == 0]
-    for microbatches in divisors:
-        parts = mesh.data_parallel_size * microbatches
-        if first_batch_mixing(traced.graph, choose_batch(traced.graph, parts)) is not None and microbatches > 1:
-            continue
-        try:
-            check_schedule(schedule, num_stages, mesh.size("pp"), microbatches)
-        except ValueError:
-            continue
-        return microbatches
-    return divisors[0] if divisors else 1
+def _divisors(size: int, most: int) -> list[int]:
+    """Return the divisors of `size` up to `most`, largest first."""
+    return [m for m in range(min(size, most), 0, -1) if size % m == 0]
 
 
 def plan_outputs(traced: Trace, with_outputs: bool = False) -> list[Any]:

@@ -86,6 +86,15 @@ def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_e
             f"largest is {over} over the lower bound, not {least}"]  # fmt: skip
 
 
+def _tail_notes(draft: Draft, options: Options) -> list[str]:
+    """Return a note if the schedule was chosen because operators run once on all microbatches."""
+    tail, name = draft.decisions.tail, draft.problem.schedule.name
+    if not tail or options.schedule is not None:
+        return []
+    return [f"schedule='{name}', because operators that mix samples run once on all microbatches; microbatches=1 runs "
+            "all operators on the whole batch"]  # fmt: skip
+
+
 def plan_of(
     kind: str, draft: Draft, options: Options, figures: TableCost, reasons: Explainer | None,
     notes: Sequence[str] = (), worst_bytes: int | None = None,
@@ -119,7 +128,7 @@ def plan_of(
     worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
     step = simulated(took, schedule, mesh, held)
     stages = decisions.num_stages
-    most_even = partition(traced.graph, stages, traced.folds) if stages > 1 else None
+    most_even = partition(traced.graph, stages, traced.folds, tail=decisions.tail) if stages > 1 else None
     bound = None if most_even is None else most_even.lower_bound
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
     return Plan(
@@ -131,6 +140,6 @@ def plan_of(
         cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,
         memory=held, timing=took,
         notes=(*own_notes, *_balance_notes(problem, rows, most_even),
-               *schedule_notes(took, schedule, mesh, held, step, hardware), *notes),
+               *_tail_notes(draft, options), *schedule_notes(took, schedule, mesh, held, step, hardware), *notes),
         pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

@@ -80,6 +80,7 @@ def _header(plan: Plan) -> str:
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
         ("zero", _zero(plan)),
         ("sends", _sends(plan)),
+        ("once", _tail(plan)),
         ("compile", "every stage, by torch.compile" if plan.compile else ""),
         ("precision", precision_text(plan)),
         ("hardware", plan.hardware),
@@ -87,6 +88,18 @@ def _header(plan: Plan) -> str:
         *(("note", note) for note in plan.notes),
     ]
     return _labelled((label, text) for label, text in lines if text)
+
+
+def _tail(plan: Plan) -> str:
+    """Describe the operators that run once per step; "" if there are none."""
+    tail = plan.stages[-1].get("tail") if plan.stages else None
+    if tail is None:
+        return ""
+    share = _percent(tail["flops"], plan.cost["forward_flops"])
+    return (
+        f"runs once on the whole batch: {tail['first']} and the operators that depend on it, {share} of the FLOPs, "
+        "between the forwards and the backwards of the last stage"
+    )
 
 
 def _zero(plan: Plan) -> str:
@@ -317,7 +330,7 @@ def _stage_lines(
         for c in plan.collectives
         if c.where == f"into stage {stage['stage']}"
     ]
-    total = sum(s.get("flops", 0) for s in plan.stages)
+    total = plan.cost.get("forward_flops") or sum(s.get("flops", 0) for s in plan.stages)
     repeated: dict[str, list[Mapping[str, Any]]] = {}
     small = 0
     for block in stage.get("blocks", ()):

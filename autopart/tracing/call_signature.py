@@ -13,10 +13,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat.export_internals import redirected_conditions, redirected_transforms
-from autopart.compat.torch_internals import Tracing, leaves_with_names, tree_flatten, tree_unflatten
+from autopart.compat.torch_internals import Tracing, leaves_with_names, register_mapping, tree_flatten, tree_unflatten
 from autopart.tracing.autograd.autograd_functions import apply_as_operator
 from autopart.tracing.autograd.cond_branches import both_branches
 from autopart.tracing.autograd.func_transforms import transformed
+from autopart.tracing.dynamic.host_functions import host_functions
 from autopart.tracing.python.assigned_buffers import AssignedBuffers
 from autopart.tracing.python.concrete_constants import tensors_in
 from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast
@@ -25,7 +26,7 @@ from autopart.tracing.python.python_random import drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.recorded_reads import watched_frames
 from autopart.tracing.python.user_checkpoints import UserCheckpoints
-from autopart.tracing.with_loss import call, users_input, users_modules
+from autopart.tracing.with_loss import call_model, users_input, users_modules, without_caches
 
 PREFIX = "model."
 """Prefix of the model's own parameters and modules inside an `ExportEntry`."""
@@ -54,6 +55,7 @@ class ExportEntry(nn.Module):
         self.real = inputs
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
         self.draws_by_torch = False  # whether Python's random numbers are torch's
+        self.draws_on_host = False  # whether functions that draw Python's random numbers are host functions
         self.spoken = [users_input(model, name) for name in names]
         self.tensor_names = tensor_names(names)
 
@@ -89,14 +91,18 @@ class ExportEntry(nn.Module):
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
         written = self.assigned.written(self.semantics.known if is_traced else None)
         draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
+        host = host_functions(self.model, self.semantics.known, self.draws_on_host) if is_traced else nullcontext()
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
         watched = watched_frames()  # below `semantics`, which looks at the frames of its callers
         with (
             watched, written, assigned(numbers), self.state, self.autocast, floats, semantics, hook, checkpoints,
-            conditions, transforms, draws,
+            conditions, transforms, draws, host,
         ):  # fmt: skip
-            output = call(self.model, tree_unflatten(arguments, self.spec))
+            call = tree_unflatten(arguments, self.spec)
+            returned = call_model(self.model, call)
+            output = without_caches(returned, call)
+            self.semantics.drops_caches = output is not returned
             self.semantics.check_unspent(tensors_in(output))
             self.semantics.check_unfrozen()
         register_dataclasses(output)
@@ -113,11 +119,14 @@ def tensor_names(names: Sequence[str]) -> list[str]:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the dataclasses in a value that contain tensors as pytree nodes.
+    """Register the dataclasses in a value that contain tensors, and subclasses of dict, as pytree nodes.
 
     Classes that are registered already do not change.
     """
     for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, dict):
+            register_mapping(type(leaf))
+            return register_dataclasses(value)
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             continue
         fields = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]

@@ -17,13 +17,24 @@ from torch.fx.node import map_aggregate
 from autopart.compat.torch_internals import AUTOCAST, is_higher_order, is_operator
 from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text, value, writes
+from autopart.ir.graph import (
+    describe,
+    draws_random_numbers,
+    is_floating,
+    is_host_draw,
+    operator_name,
+    source_text,
+    value,
+    writes,
+)
 from autopart.tracing.blocks.repeated_blocks import base_name
 from autopart.tracing.call_signature import PREFIX
 from autopart.tracing.python.size_conditions import plain_sizes
 
 if TYPE_CHECKING:
-    from autopart.ir.trace import Call
+    from autopart.ir.subgraphs import ancestors_of
+from autopart.ir.subgraphs import ancestors_of
+from autopart.ir.trace import Call
 
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 """Higher-order operators that are inlined, and how many options stand before their body: the grad mode; the device
@@ -204,10 +215,13 @@ def own_frames(stack_trace: str) -> str:
     return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)
 
 
-def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]) -> None:
+def name_outputs(
+    model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]
+) -> tuple[str, ...]:  # fmt: skip
     """Split an exported program's outputs into the model's outputs and new values of its tensors.
 
-    The new values are {name of a buffer or parameter: node}.
+    The new values are {name of a buffer or parameter: node}. Returns notes on inputs that the forward augments in
+    place with numbers that numpy or Python draws: the program does not write them.
 
     Args:
         users_name: maps a tensor's name in the exported program to the user's name.
@@ -215,11 +229,15 @@ def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Call
     output = graph.output_node()
     kept: list[Any] = []
     updates: dict[str, fx.Node] = {}
+    notes: list[str] = []
     for spec, result in zip(specs, output.args[0], strict=True):
         if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             updates[users_name(spec.target)] = _detached(result)
         elif spec.kind is OutputKind.USER_OUTPUT:
             kept.append(result)
+        elif any(map(is_host_draw, ancestors_of([result]))):
+            name = users_name(spec.target)
+            notes.append(f"forward() augments its input '{name}' in place: the caller's tensor keeps its values")
         else:
             raise TraceError(
                 f"{type(model).__name__} writes to its input '{users_name(spec.target)}' in its forward",
@@ -229,6 +247,7 @@ def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Call
                 hint="do it outside forward()",
             )
     output.args = (tuple(kept), updates)
+    return tuple(notes)
 
 
 def _detached(update: fx.Node) -> fx.Node:

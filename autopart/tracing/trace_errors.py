@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,7 +19,7 @@ from autopart.errors import Refusal, TraceError
 from autopart.tracing.with_loss import users_model, users_name
 
 _TORCH, _AUTOPART = Path(torch.__file__).parent, Path(__file__).parent.parent
-NOT_THE_USERS = (f"{_TORCH}/", f"{_AUTOPART}/", contextlib.__file__, "<")
+NOT_THE_USERS = (f"{_TORCH}/", f"{Path(np.__file__).parent}/", f"{_AUTOPART}/", contextlib.__file__, "<")
 
 
 class LostInTrace(Exception):
@@ -51,7 +52,8 @@ class _KnownFailure(NamedTuple):
 
 _KINDS = (
     _KnownFailure(Refusal.NUMPY, r"\.numpy\(\) is not supported|can't convert .* to numpy",
-          "numpy computes outside of the graph", "the same computation in torch, or before the call"),
+          "numpy computes outside of the graph",
+          "the same computation in torch or before the call, or autopart.host_function around the function"),
     _KnownFailure(Refusal.WRITE, r"a (view of a )?leaf Variable that requires grad is being used in an in-place",
           "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
     _KnownFailure(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",

@@ -92,8 +92,13 @@ def bind_next_call(
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
     """Return True if a model, or the model that it wraps (as peft does), can return a key/value cache."""
     hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    configured = bool(getattr(getattr(model, "config", None), _NO_CACHE, False))
-    return _NO_CACHE in signature.parameters or (hands_on and configured)
+    return _NO_CACHE in signature.parameters or (hands_on and _has_cache(getattr(model, "config", None)))
+
+
+def _has_cache(config: Any) -> bool:
+    """Return True if a config, or one nested in it (`config.text_config`), has `use_cache=True`."""
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return bool(getattr(config, _NO_CACHE, False)) or any(map(_has_cache, nested))
 
 
 def _names(args: tuple, kwargs: Mapping[str, Any]) -> str:
@@ -182,6 +187,7 @@ def _traced(
         *both,
         *random_branch_notes(entry.semantics.chances, traced.graph),
         *[DRAWN_BY_TORCH] * entry.draws_by_torch,
+        *["the key/value cache among the outputs is dropped"] * entry.semantics.drops_caches,
         *entry.semantics.hook_notes,
         *entry.semantics.skipped.notes(),
         *entry.semantics.decisions.notes(),
@@ -211,13 +217,15 @@ def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program
         check(program)
         return program
     except TraceError as refused:
-        entry.draws_by_torch = entry.semantics.may_rewrite = True
-        try:
-            program = _exported(entry, example)
-        except Exception:  # torch returns a tensor where a number is needed
-            raise refused from None
-        check(program)
-        return program
+        entry.semantics.may_rewrite = True
+        for entry.draws_by_torch, entry.draws_on_host in ((True, False), (False, True)):
+            try:
+                program = _exported(entry, example)
+                check(program)
+                return program
+            except Exception as error:  # torch returns a tensor where a number is needed
+                failure = error
+        raise refused from (failure if isinstance(failure, TraceError) else None)
 
 
 def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -355,7 +363,11 @@ def _from_exported(
     if isinstance(model, WithLoss):
         _mark_loss(model, graph)
     inputs = dict(zip(plain_names, call.names, strict=True))
-    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, name_of(target)))
+
+    def named_as(target: str) -> str:
+        return inputs.get(target, name_of(target))
+
+    notes += name_outputs(users_model(model), graph, signature.output_specs, named_as)
     check_unwritten(model, graph.output_node().args[1])
     name_function_nodes(graph)
     if arguments.get(_NO_CACHE) is False:

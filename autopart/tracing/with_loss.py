@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.common.scoped import variable
-from autopart.compat.torch_internals import has_values
+from autopart.compat.torch_internals import has_values, tree_flatten, tree_map
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.python.number_inputs import NUMBERS
 
@@ -20,6 +20,26 @@ _DETACHING = ("detach", "detach_", "__get__")
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    """Call a model as `call_model` does, and replace key/value caches among its outputs by None."""
+    return without_caches(call_model(model, arguments), arguments)
+
+
+def without_caches(output: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a model's output with None in place of transformers' key/value caches.
+
+    A loss function has read its caches by then. A call with `use_cache=True` keeps them.
+    """
+    wants_cache = any(call.get("use_cache") for call in (arguments, arguments.get("call")) if isinstance(call, Mapping))
+    if wants_cache or not any(map(_is_cache, tree_flatten(output)[0])):
+        return output
+    return tree_map(lambda leaf: None if _is_cache(leaf) else leaf, output)
+
+
+def _is_cache(leaf: Any) -> bool:
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__)
+
+
+def call_model(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Call a model with the arguments that `bind_call` returned: by name, and by position for `*args`."""
     signature = inspect.signature(model.forward).parameters
     kinds = {name: parameter.kind for name, parameter in signature.items()}
@@ -102,9 +122,6 @@ def _trained(what: str) -> TraceError:
 def _memory(tensor: Tensor) -> Hashable:
     """Return a key of a tensor's memory: the address of its values, or its identity if it has no values."""
     return tensor.data_ptr() if has_values(tensor) and tensor.numel() else id(tensor)
-
-
-call_model = call  # `forward` has an input of the name that `call` has
 
 
 def users_model(model: nn.Module) -> nn.Module:

@@ -45,12 +45,13 @@ def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
 
     Equal collectives of repeated blocks are one entry with their number and total bytes.
     """
-    totals: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    totals: dict[tuple[str, tuple[str, str, str, str]], list[int]] = defaultdict(lambda: [0, 0])
     for move in _moves(program):
-        entry = totals[pattern_of(move.path) or "model", move.axis, move.forward, move.backward]
+        per = "step" if program.stages[move.stage].is_tail else "microbatch"
+        entry = totals[per, (pattern_of(move.path) or "model", move.axis, move.forward, move.backward)]
         entry[0] += move.times
         entry[1] += move.bytes * move.times
-    rows = [Collective(*key, count, moved) for key, (count, moved) in totals.items()]
+    rows = [Collective(*key, count, moved, per) for (per, key), (count, moved) in totals.items()]
     return (*rows, *_sends(program), *_gradients(trace, program), *_zero_collectives(trace, program))
 
 
@@ -143,7 +144,7 @@ def _module_of(node: fx.Node) -> str:
 
 def _sends(program: Program) -> list[Collective]:
     rows = []
-    for stage in program.stages[1:]:
+    for stage in program.stages[1 : program.num_stages]:
         size = sum(b.size_bytes for b in stage.receives)
         rows.append(Collective(f"into stage {stage.index}", "pp", "send", "send", len(stage.receives), 2 * size))
     return rows
@@ -162,7 +163,7 @@ def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
 
     return [
         BoundaryBytes(sum(b.size_bytes for b in stage.receives), sum(b.size_bytes for b in stage.receives if alike(b)))
-        for stage in program.stages[1:]
+        for stage in program.stages[1 : program.num_stages]
     ]
 
 
@@ -223,20 +224,29 @@ def _zero_collectives(trace: Trace, program: Program) -> list[Collective]:
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
     """Return one mapping per stage: first and last operator, FLOPs, parameters, received values, blocks.
 
-    FLOPs are those of the forward on the global batch.
+    FLOPs are those of the forward on the global batch. If the program has a tail, the mapping of the last stage has an
+    entry `tail`: the tail's first operator, FLOPs and received values. The stage's FLOPs do not include the tail's.
     """
     rows, moves = [], list(_moves(program))
-    for stage in program.stages:
+    for stage in program.stages[: program.num_stages]:
         nodes = [n for n in active_operators(trace.graph) if decisions.stage_of[n] == stage.index]
+        own = [n for n in nodes if n not in decisions.tail]
         rows.append({
             "stage": stage.index,
-            "first": facts(nodes[0])["key"],
-            "last": facts(nodes[-1])["key"],
-            "flops": int(sum(work(n) * times(n) for n in nodes)),
+            "first": facts(own[0])["key"],
+            "last": facts(own[-1])["key"],
+            "flops": int(sum(work(n) * times(n) for n in own)),
             "parameters": _num_parameters(trace, stage, program),
             "receives": [b.name for b in stage.receives],
             "blocks": _block_rows(nodes, [move for move in moves if move.stage == stage.index], trace.folds),
         })  # fmt: skip
+    if program.tail is not None:
+        nodes = [n for n in active_operators(trace.graph) if n in decisions.tail]
+        rows[-1]["tail"] = {
+            "first": facts(nodes[0])["key"],
+            "flops": int(sum(work(n) * times(n) for n in nodes)),
+            "receives": [b.name for b in program.tail.receives],
+        }
     return tuple(rows)
 
 
@@ -331,7 +341,7 @@ def cost(
         **step.figures(),
         "device_memory_bytes": device_memory[1],
         "device_memory_of": device_memory[0],
-        "forward_flops": int(sum(row["flops"] for row in rows)),
+        "forward_flops": int(sum(row["flops"] + row.get("tail", {}).get("flops", 0) for row in rows)),
         "heaviest_stage_flops": int(flops),
         "stage_lower_bound_flops": int(bound),
         "imbalance": round(flops / bound - 1, 6) if bound else 0.0,

@@ -458,9 +458,9 @@ def _stage_inputs(
         if not isinstance(whole, LocalValue):
             inputs[stage_input.name] = whole
             continue
-        rows, memory = _microbatch_samples(program, stage_input.batch_dim, whole)
+        rows, memory = _microbatch_samples(program, program.runs_of(stage), stage_input.batch_dim, whole)
         is_copied = memory is not whole.memory  # a copy per microbatch
-        number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
+        number = program.runs_of(stage) * times(read[stage_input.name]) if is_copied else times(memory.made_by)
         if not memory.lives:
             name = buffers[stage_input.name] = names.setdefault(memory, stage_input.name)
             sizes[name] = memory.made_by, memory.size_bytes * number
@@ -468,21 +468,24 @@ def _stage_inputs(
     return inputs, buffers, sizes
 
 
-def _microbatch_samples(program: Program, dim: int | None, whole: LocalValue) -> tuple[TensorSpec, MemoryBuffer]:
+def _microbatch_samples(
+    program: Program, num_runs: int, dim: int | None, whole: LocalValue
+) -> tuple[TensorSpec, MemoryBuffer]:
     """Return the spec and the buffer of a rank's samples in one microbatch.
 
     If the batch is dim 0, the samples are a view of the global batch. Otherwise they are copied.
 
     Args:
+        num_runs: microbatches, or 1 for the tail.
         dim: the batch dim; None if the value has no batch dim.
         whole: the value for the global batch.
     """
-    blocks = program.data_parallel_size * program.microbatches
+    blocks = program.data_parallel_size * num_runs
     form = whole.form
     if dim is None or blocks == 1:
         return form, whole.memory
     shape = [*form.shape]
-    shape[dim] = shard_sizes(shard_sizes(shape[dim], program.data_parallel_size)[0], program.microbatches)[0]
+    shape[dim] = shard_sizes(shard_sizes(shape[dim], program.data_parallel_size)[0], num_runs)[0]
     if dim == 0:
         return TensorSpec(tuple(shape), form.stride, form.dtype, form.needs_grad), whole.memory
     rows = TensorSpec.contiguous(shape, form.dtype, form.needs_grad)

@@ -150,13 +150,14 @@ class SymbolicMemory:
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
         self.cast_again = {str(node.target) for node in read if node is not None}
 
-    def row(self, one: OperatorWork, is_place: bool, load: Size) -> OperatorRow:
+    def row(self, one: OperatorWork, is_place: bool, load: Size, prologue_names: Mapping[str, str]) -> OperatorRow:
         """Return the cost table's row of one operator.
 
         Args:
             one: FLOPs, bytes and collectives of the operator.
             is_place: True if a stage may begin at this operator.
             load: FLOPs that the operator adds to the load of its stage.
+            prologue_names: {name of a prologue buffer in the stage: its name in the table}.
         """
         works = {part: part_works for part in PARTS if (part_works := getattr(one, part))}
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
@@ -167,8 +168,8 @@ class SymbolicMemory:
         travelling = self.crossing[one.node]
         crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
         sent = _SentBytes() if crossing is None else self._boundary_bytes(one.node, travelling)
-        inputs = {self.walk.input_buffers.get(str(n.target), "") for n in one.node.all_input_nodes
-                  if n.op == "placeholder"}  # fmt: skip
+        inputs = {prologue_names[buffer] for n in one.node.all_input_nodes
+                  if n.op == "placeholder" and (buffer := self.walk.input_buffers.get(str(n.target)))}  # fmt: skip
         return OperatorRow(
             works=works,
             kept=self.kept[one.node],
@@ -181,7 +182,8 @@ class SymbolicMemory:
             recomputed=self.recomputed.get(one.node),
             parameters=tuple(sorted(names & self.parameters)),
             reads_also=tuple(sorted((also & self.parameters) - names)),
-            inputs=tuple(sorted(inputs - {""})),
+            inputs=tuple(sorted(inputs)),
+            once=self.walk.stage.is_tail,
             **sent._asdict(),
         )
 

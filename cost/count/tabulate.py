@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from torch import fx
@@ -77,8 +77,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _stage_starts(trace, nodes), _loads(trace, growth, nodes)
     places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
+    names = _prologue_names(walks)
     rows = [
-        one.row(each, each.node in places, loads.get(each.node, NOTHING))
+        one.row(each, each.node in places, loads.get(each.node, NOTHING), names)
         for one, operators in zip(held, stages, strict=True) for each in operators
     ]  # fmt: skip
     starts = tuple(accumulate(map(len, stages)))[:-1]
@@ -95,7 +96,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         1, batch // (program.data_parallel_size * program.microbatches)
     )  # a call without a batch is identical on every rank
     prologue = {
-        name: _per_sample(size, growth.of(node), batch) for walk in walks
+        names[name]: _per_sample(size, growth.of(node), batch) for walk in walks
         for name, (node, size) in walk.in_memory.input_bytes.items()
     }  # fmt: skip
     inputs = {id(tensor): tensor.nbytes for tensor in trace.call.tensors}
@@ -111,7 +112,8 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         gathers=gathers,
         hidden_sums=_overlappable_share(trace, program),
         prologue=prologue,
-        cuts={len(walks): starts},
+        cuts={program.num_stages: starts[: program.num_stages - 1]},
+        m=program.microbatches if program.tail is not None else 1,
         divided=divided(trace, program),
         **chosen_ranks(mesh),
     )
@@ -138,6 +140,28 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
             contiguous=name not in scattered_shards,
         )
     return parameters
+
+
+def _prologue_names(walks: Sequence[Liveness]) -> dict[str, str]:
+    """Return {name of a prologue buffer in `walks`: its name in the table}, an operator key.
+
+    Names of graph nodes depend on the stage and on the number of traced blocks, keys do not. Several buffers of one
+    operator are numbered.
+    """
+    names, sizes_bytes = dict[str, str](), dict[str, int]()
+    for walk in walks:
+        buffers = walk.in_memory.input_bytes
+        of_stage = {names[name] for name in buffers if name in names}
+        for name, (node, size_bytes) in buffers.items():
+            if name not in names:
+                key = facts(node).get("key", name)
+                candidates = (f"{key}+{number}" if number else key for number in count())
+                names[name] = next(
+                    one for one in candidates
+                    if one not in of_stage and sizes_bytes.setdefault(one, size_bytes) == size_bytes
+                )  # fmt: skip
+                of_stage.add(names[name])
+    return names
 
 
 def _per_sample(size_bytes: int, powers: Exponents, batch: int) -> Size:

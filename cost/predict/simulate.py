@@ -166,6 +166,7 @@ def simulated(
         overlap_sends: True if sends overlap with compute; None: as in `torch.distributed.pipelining`.
     """
     stages, ranks = timing["stages"], timing["ranks"]
+    num_stages = sum(not row.get("tail") for row in stages)
     seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
     whole = [math.fsum(parts) for parts in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
     # Both parts of a backward use the recomputed values, so such a stage does not split it.
@@ -179,12 +180,13 @@ def simulated(
         timing.get("tied", ()),
     )  # fmt: skip
     ran = timeline(
-        schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends
-    )
+        schedule.name, num_stages, mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends,
+        has_tail=len(stages) > num_stages,
+    )  # fmt: skip
     home = {span.stage: rank for rank, spans in enumerate(ran.spans) for span in spans}
     return Simulation(
         ran, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),
-        timing["peak_flops_per_s"], tuple(memory[home[stage]]["total"] for stage in range(len(stages))),
+        timing["peak_flops_per_s"], tuple(memory[home[stage]]["total"] for stage in range(num_stages)),
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, ran, home, schedule.microbatches),
         timing.get("peak_dtype", ""), tuple(memory),
     )  # fmt: skip
@@ -268,7 +270,7 @@ def _parts(
         if home[row["stage"]] == busiest:
             for part in TIMING_PARTS:
                 for kind, seconds in row.get(part, {}).items():
-                    kinds[kind] += microbatches * seconds
+                    kinds[kind] += (1 if row.get("tail") else microbatches) * seconds
     once = ranks[busiest]
     hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # overlaps with the last backward
     sums = once["gradient_sum_s"] - hidden
@@ -289,7 +291,7 @@ def _collectives(
         for moved in row["collectives"]:
             total = totals[moved["axis"], moved["kind"]][home[row["stage"]]]
             for i, name in enumerate(("count", "bytes", "seconds")):
-                total[i] += microbatches * moved[name]
+                total[i] += (1 if row.get("tail") else microbatches) * moved[name]
     most = {key: max(by_rank.values(), key=lambda total: total[2]) for key, by_rank in totals.items()}
     return tuple(CollectiveTime(*key, int(count), int(size), seconds) for key, (count, size, seconds) in most.items())
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from autopart.cost.predict.operator_work import chosen_ranks
+from autopart.cost.predict.send_costs import load_per_byte
 from autopart.cost.predict.table_rows import Parameter
+from autopart.errors import StageError
+
+if TYPE_CHECKING:
+    from autopart.cost.hardware.profile import Hardware
+    from autopart.cost.predict.run_setting import RunSetting
+    from autopart.cost.predict.table import Table
 
 MAX_IMBALANCE = 0.1
 """Maximum share by which a stage load exceeds the largest load of the most even partition. The cost of sends does not
@@ -196,6 +206,33 @@ def _preceding(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndar
         fill: value for positions below 0.
     """
     return sliding_window_view(np.concatenate((np.full(widest, fill), values)), widest)[: len(values)]
+
+
+def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
+    """Return the stage boundaries that a plan would have.
+
+    A boundary is the index of a stage's first operator. Stage 0 has no boundary. The boundaries balance the loads and
+    sent bytes of one microbatch on a rank. Raises StageError if the model has too few operators at which a stage may
+    begin.
+    """
+    num_stages, mesh = setting.mesh.size("pp") * setting.schedule.virtual_stages, setting.mesh
+    if num_stages == 1:
+        return ()
+    times = table.times(setting)
+    unsharded = times._replace(tp=1 / table.tp)
+    of_rank = table.row_flops * setting.b / table.load / math.prod(chosen_ranks(mesh).values())
+    loads = np.array([0.0 if row.once else float(row.load.at(times)) for row in table.rows])[table.positions] * of_rank
+    sent = np.array([math.inf if row.crossing is None or row.once else float(row.crossing.at(unsharded))
+                     for row in table.rows])  # fmt: skip
+    sent = sent[table.positions] / mesh.tensor_parallel_size
+    cost = load_per_byte(loads, table.dtype, mesh, hardware)
+    partition = balance(loads, sent, num_stages, send_cost=cost)
+    if partition is None:
+        raise StageError(
+            f"the model cannot be split into {num_stages} stages",
+            why="it has too few operators at which a stage can begin",
+        )
+    return partition.cuts
 
 
 def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:

@@ -9,7 +9,7 @@ schedule's actions.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,9 +31,9 @@ from autopart.cost.predict.operator_work import (
     optimizer_s,
 )
 from autopart.cost.predict.run_setting import RunSetting
-from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, load_per_byte, scatter_is_cheaper
+from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, scatter_is_cheaper
 from autopart.cost.predict.simulate import Simulation, simulated
-from autopart.cost.predict.stage_balance import balance, shared_by
+from autopart.cost.predict.stage_balance import shared_by, stage_boundaries
 from autopart.cost.predict.table_memory import rank_memory
 from autopart.cost.predict.table_rows import (
     OperatorRow,
@@ -46,7 +46,6 @@ from autopart.cost.predict.table_rows import (
     named_in,
     summed_over,
 )
-from autopart.errors import StageError
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
@@ -77,6 +76,7 @@ class Table:
             with backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
         divided: result of `cost.count.shard_counts.divided`.
+        m: microbatches for which the rows of the tail were counted; 1 without a tail.
     """
 
     rows: tuple[OperatorRow, ...]
@@ -95,6 +95,7 @@ class Table:
     prologue: Mapping[str, Size] = field(default_factory=dict)
     cuts: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
+    m: int = 1
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -108,13 +109,21 @@ class Table:
         return Sizes(setting.b / self.b, tokens / self.s, **ranks)
 
     @cached_property
-    def counts(self) -> Mapping[tuple[str, Work], int]:
-        """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}."""
-        often_done = Counter[tuple[str, Work]]()
+    def tail_start(self) -> int | None:
+        """Index in `order` of the first operator of the tail, None if there is no tail."""
+        return next((i for i, (row, _, _) in enumerate(self.order) if self.rows[row].once), None)
+
+    @cached_property
+    def counts(self) -> Mapping[tuple[str, Work], float]:
+        """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}.
+
+        Work of the tail counts as an equal share in each microbatch.
+        """
+        often_done = defaultdict[tuple[str, Work], float](int)
         for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():
                 for work in works:
-                    often_done[part, work] += number
+                    often_done[part, work] += number / self.m if row.once else number
         return often_done
 
     @cached_property
@@ -188,39 +197,15 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
     return simulated(priced.timing, setting.schedule, setting.mesh, memory, setting.overlap_sends)
 
 
-def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
-    """Return the stage boundaries that a plan would have.
-
-    A boundary is the index of a stage's first operator. Stage 0 has no boundary. The boundaries balance the loads and
-    sent bytes of one microbatch on a rank. Raises StageError if the model has too few operators at which a stage may
-    begin.
-    """
-    num_stages, mesh = setting.mesh.size("pp") * setting.schedule.virtual_stages, setting.mesh
-    if num_stages == 1:
-        return ()
-    times = table.times(setting)
-    unsharded = times._replace(tp=1 / table.tp)
-    of_rank = table.row_flops * setting.b / table.load / math.prod(chosen_ranks(mesh).values())
-    loads = np.array([float(row.load.at(times)) for row in table.rows])[table.positions] * of_rank
-    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(unsharded)) for row in table.rows])
-    sent = sent[table.positions] / mesh.tensor_parallel_size
-    cost = load_per_byte(loads, table.dtype, mesh, hardware)
-    partition = balance(loads, sent, num_stages, send_cost=cost)
-    if partition is None:
-        raise StageError(
-            f"the model cannot be split into {num_stages} stages",
-            why="it has too few operators at which a stage can begin",
-        )
-    return partition.cuts
-
-
 class TableCost:
     """Seconds and bytes of a cost table's operators, for a setting and a device."""
 
     def __init__(self, table: Table, setting: RunSetting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
         self.times = table.times(setting)
-        self.seconds: dict[Work, float] = {}
+        self.tail_times = self.times._replace(b=self.times.b * setting.schedule.microbatches / table.m)
+        self.seconds: dict[tuple[Work, bool], float] = {}
+        """{(kernel or collective, True in the tail): its duration}."""
         self._later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
 
     @cached_property
@@ -228,22 +213,33 @@ class TableCost:
         """For each row, {part of a step, such as "forward": {kind of work: seconds}}."""
         return [self._row(row) for row in self.table.rows]
 
+    def times_of(self, row: OperatorRow) -> Sizes:
+        """Return each size as a multiple of the size for which a row was counted."""
+        return self.tail_times if row.once else self.times
+
     @cached_property
     def row_bytes(self) -> RowBytes:
         """Arrays of shape [rows] with the bytes of each row."""
-        rows, times = self.table.rows, self.times
-        sizes = ([float((getattr(row, name) or NOTHING).at(times)) for row in rows] for name in RowBytes._fields)
+        rows = self.table.rows
+        sizes = ([float((getattr(row, name) or NOTHING).at(self.times_of(row))) for row in rows]
+                 for name in RowBytes._fields)  # fmt: skip
         return RowBytes(*map(np.array, sizes))
 
     @cached_property
     def stages(self) -> list[range]:
-        """For each stage, the indices of its operators.
+        """For each stage, and then the tail if there is one, the indices of its operators.
 
         Raises StageError if the model has too few stage boundaries.
         """
         cuts = self.setting.cuts
         cuts = stage_boundaries(self.table, self.setting, self.hardware) if cuts is None else cuts
-        return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
+        tail = () if self.table.tail_start is None else (self.table.tail_start,)
+        return [range(a, b) for a, b in pairwise((0, *cuts, *tail, len(self.table.order)))]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, without the tail."""
+        return len(self.stages) - (self.table.tail_start is not None)
 
     def crossing(self, row: OperatorRow) -> BoundaryBytes:
         """Return the bytes that a stage boundary before an operator sends."""
@@ -252,9 +248,10 @@ class TableCost:
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """For each stage, the bytes that it receives per microbatch."""
-        starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
-        return [BoundaryBytes(0.0, 0.0), *map(self.crossing, starts)]
+        """For each stage, the bytes that it receives per microbatch. 0 for the tail."""
+        starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1 : self.num_stages]]
+        nothing = BoundaryBytes(0.0, 0.0)
+        return [nothing, *map(self.crossing, starts), *[nothing] * (len(self.stages) - self.num_stages)]
 
     @cached_property
     def scatters(self) -> bool:
@@ -266,7 +263,7 @@ class TableCost:
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """For each `pp` coordinate, the schedule's actions on its rank."""
         schedule, pp = self.setting.schedule, self.mesh.size("pp")
-        return actions(schedule.name, len(self.stages), pp, schedule.microbatches)
+        return actions(schedule.name, self.num_stages, pp, schedule.microbatches, len(self.stages) > self.num_stages)
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
@@ -332,10 +329,11 @@ class TableCost:
         for part, works in self._works(row):
             share, target = (self._later, "weight_backward") if part == "accumulate" else (1.0, part)
             for work in works:
-                if work not in self.seconds:
-                    self.seconds[work] = work.seconds(self.hardware, self.mesh, self.times)
+                key = work, row.once
+                if key not in self.seconds:
+                    self.seconds[key] = work.seconds(self.hardware, self.mesh, self.times_of(row))
                 seconds_by_part[target][work.name] = (
-                    seconds_by_part[target].get(work.name, 0.0) + self.seconds[work] * share
+                    seconds_by_part[target].get(work.name, 0.0) + self.seconds[key] * share
                 )
         return seconds_by_part
 
@@ -367,6 +365,8 @@ class TableCost:
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """Return the entry of stage `index` in `Plan.timing`. Seconds and bytes are per microbatch.
 
+        Those of the tail are per step. It receives nothing from another rank.
+
         Args:
             stage: the indices of the stage's operators.
         """
@@ -377,12 +377,13 @@ class TableCost:
             for part, kinds in self.by_row[position].items():
                 for kind, seconds in kinds.items():
                     parts[part][kind] = parts[part].get(kind, 0.0) + seconds * count
-            for _, works in self._works(self.table.rows[position]):
+            operator = self.table.rows[position]
+            for _, works in self._works(operator):
                 for work in works:
                     if work.axis:
                         row = moved.setdefault((work.axis, work.kind), [0, 0.0, 0.0])
-                        sent = work.sent_bytes(self.mesh, self.times)
-                        for i, much in enumerate((1, sent, self.seconds[work])):
+                        sent = work.sent_bytes(self.mesh, self.times_of(operator))
+                        for i, much in enumerate((1, sent, self.seconds[work, operator.once])):
                             row[i] += much * count
         received, sent_on = self.crossings[index], self.crossings[index + 1 : index + 2]
         for crossing in (received, *sent_on):  # received values, and the gradients of sent values
@@ -397,7 +398,7 @@ class TableCost:
         self._subtract_overlap(parts, stage)
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
         return {
-            "stage": index, **shown, "collectives": collectives,
+            "stage": index, **({"tail": True} if index == self.num_stages else {}), **shown, "collectives": collectives,
             "receives_bytes": round(received.sent_bytes(self.mesh, self.scatters)),
             "receives_s": _digits(received.time_s(self.mesh, self.hardware, self.scatters)),
         }  # fmt: skip

@@ -56,7 +56,7 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
         path, number, names = _names_in_first_block((*row.parameters, *row.reads_also), table.parameters)
         read, also = names[: len(row.parameters)], names[len(row.parameters) :]
         sizes = (getattr(row, name) for name in (*_BYTES, *_OPTIONAL_BYTES))
-        key = (tuple(row.works.items()), read, also, row.inputs, row.recomputed, *sizes)
+        key = (tuple(row.works.items()), read, also, row.inputs, row.recomputed, row.once, *sizes)
         if key not in known:
             known[key] = len(rows)
             rows.append(replace(row, parameters=read, reads_also=also))
@@ -132,7 +132,8 @@ def as_data(table: Table) -> dict[str, Any]:
          **{name: _size_data(size) for name in _BYTES if (size := getattr(row, name)) is not None},
          **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
          **{name: _size_data(size) for name in _OPTIONAL_BYTES if (size := getattr(row, name)).terms},
-         **({} if row.recomputed is None else {"recomputed": _size_data(row.recomputed)})}
+         **({} if row.recomputed is None else {"recomputed": _size_data(row.recomputed)}),
+         **({"once": True} if row.once else {})}
         for row in table.rows
     ]  # fmt: skip
     parameters = {
@@ -178,11 +179,12 @@ def from_data(data: Mapping[str, Any]) -> Table:
 
 
 def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
-    sizes: dict[str, Any] = {name: _read(data[name]) for name in ("kept", "in_forward", "in_backward", "load")}
+    sizes: dict[str, Any] = {name: _read(data[name]) for name in ("in_forward", "in_backward")}
     sizes |= {name: _read(data.get(name, ())) for name in _OPTIONAL_BYTES}
     sizes |= {name: _read(data[name]) if name in data else None for name in ("crossing", "recomputed")}
     names: dict[str, Any] = {name: tuple(data.get(name, ())) for name in _NAMES}
-    return OperatorRow({part: tuple(works[i] for i in at) for part, at in data["works"].items()}, **sizes, **names)
+    return OperatorRow({part: tuple(works[i] for i in at) for part, at in data["works"].items()}, **sizes, **names,
+                       once=data.get("once", False))  # fmt: skip
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
@@ -242,10 +244,10 @@ _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows"
 """Optional fields of a parameter and their defaults: mixed precision, `dp_sync` methods, non-contiguous shards."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
-_RANKS = tuple(CHOSEN)
-"""Axes whose number of ranks is stored, if it is more than one in the mesh for which the table was counted."""
-_BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
-_OPTIONAL_BYTES = ("alike", "unkept", "kept_later", "after_backward", "delayed")
+_RANKS = (*CHOSEN, "m")
+"""Axes whose number of ranks is stored, and the microbatches of a tail, if they are more than one in the plan."""
+_BYTES = ("in_forward", "in_backward", "crossing")
+_OPTIONAL_BYTES = ("kept", "load", "alike", "unkept", "kept_later", "after_backward", "delayed")
 """Fields of an `OperatorRow` that are stored if they are not zero."""
 _NAMES = ("parameters", "reads_also", "inputs")
 _NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")

@@ -27,7 +27,7 @@ from autopart.cost.predict.comm_buffers import (
     reduce_buckets,
     reduce_scatter_buckets,
 )
-from autopart.cost.predict.operator_work import Sizes
+from autopart.cost.predict.operator_work import NOTHING, Sizes
 from autopart.cost.predict.table_rows import RowBytes, named_in
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
 from autopart.ir.run.schedule_actions import Action, StageBytes, peak_activations, peak_stage_bytes
@@ -110,7 +110,7 @@ def _rank(
     received = received_bytes(one.traffic for one in stages.values())
     passing = max(peak_stage_bytes(ran, of_stages, round(grown)), received, gradients + bucket)
     return RankMemory(
-        stages=tuple(stages),
+        stages=tuple(stage for stage in stages if stage < priced.num_stages),
         parameters=round(parameters),
         gradients=round(gradients),
         optimizer=round(optimizer),
@@ -121,7 +121,7 @@ def _rank(
         communication=round(communication + bucket),
         gathered=round(unsharded + grown - gradients),
         total=round(parameters + optimizer + table.buffer_bytes + inputs + communication + unsharded + passing),
-        in_flight=most.in_flight,
+        in_flight={stage: count for stage, count in most.in_flight.items() if stage < priced.num_stages},
     )
 
 
@@ -179,9 +179,9 @@ def _stages(priced: TableCost) -> list[_Stage]:
     stays in its receive buffer.
     """
     table, positions, times = priced.table, priced.table.positions, priced.times
-    starts = [table.rows[positions[stage.start]] for stage in priced.stages[1:]]
-    unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
-    received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
+    starts = [table.rows[positions[stage.start]] for stage in priced.stages[1 : priced.num_stages]]
+    unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0, 0.0]
+    received = [0.0, *(float(row.kept_later.at(times)) for row in starts), 0.0]
     stages = list[_Stage]()
     for i, stage in enumerate(priced.stages):
         peaks, traffic = beyond_kept(priced, [table.order[j] for j in stage])
@@ -198,7 +198,24 @@ def _stages(priced: TableCost) -> list[_Stage]:
         prologue = sum(float(table.prologue[name].at(batch)) for name in {name for row in rows for name in row.inputs})
         sent = round(crossing.sent_bytes(priced.mesh, priced.scatters))
         stages.append(_Stage(in_stage, traffic, sent, prologue, is_recomputed))
-    return stages
+    return stages if table.tail_start is None else [*stages[:-2], *_with_tail_inputs(priced, *stages[-2:])]
+
+
+def _with_tail_inputs(priced: TableCost, last: _Stage, tail: _Stage) -> tuple[_Stage, _Stage]:
+    """Add the memory of the values that the tail receives to the last stage and to the tail.
+
+    The last stage keeps them for each microbatch until they are merged into a copy for the tail. The tail's backward
+    computes gradients of the merged values, which stay until the last microbatch's backward.
+    """
+    row = priced.table.rows[priced.table.positions[priced.stages[-1].start]]
+    merged, unkept, saved = (round(float((size or NOTHING).at(priced.tail_times)))
+                             for size in (row.crossing, row.unkept, row.kept_later))  # fmt: skip
+    while_merging = unkept + merged - tail.bytes.held
+    in_tail = tail.bytes._replace(forward=max(tail.bytes.forward + merged - saved, while_merging))
+    in_last = last.bytes._replace(
+        backward=last.bytes.backward + merged, first_backward=last.bytes.first_backward + merged
+    )
+    return last._replace(bytes=in_last), tail._replace(bytes=in_tail)
 
 
 def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:

@@ -80,6 +80,7 @@ class OperatorRow:
         inputs: names of values that it reads and that depend only on the model's inputs (`Table.prologue`).
         unkept: bytes of `crossing` that no earlier operator saves and no earlier stage receives.
         kept_later: bytes of `crossing` that no earlier operator saves, but a later one does.
+        once: True if the operator is in the tail, which runs once per step. Its sizes are those of all microbatches.
     """
 
     works: Mapping[str, tuple[Work, ...]]
@@ -97,6 +98,7 @@ class OperatorRow:
     alike: Size = NOTHING
     unkept: Size = NOTHING
     kept_later: Size = NOTHING
+    once: bool = False
 
     @property
     def temporary(self) -> Size:
@@ -155,7 +157,7 @@ class Totals:
         at: the reference sizes, at which the table was counted.
     """
 
-    works: Mapping[tuple[str, Work], int]
+    works: Mapping[tuple[str, Work], float]
     stored: Size
     trained: Size
     cut: Mapping[tuple[str, ...], ShardedBytes]

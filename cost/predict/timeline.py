@@ -167,6 +167,7 @@ def timeline(
     durations: Durations,
     *,
     overlap_sends: bool | None = None,
+    has_tail: bool = False,
 ) -> Timeline:
     """Compute the timeline of a training step under a pipeline schedule with these durations.
 
@@ -192,6 +193,8 @@ def timeline(
         schedule: name of the schedule (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a
             pipeline.
         overlap_sends: True if sends overlap with compute. None: as in `torch.distributed.pipelining`.
+        has_tail: True if the program has a tail, which runs once between the forwards and backwards of the last stage.
+            `durations` has its durations after those of the last stage.
 
     Raises StageError if the schedule cannot run this many stages and microbatches. Raises OptionError for durations
     that are too few, too many, negative or not finite.
@@ -208,16 +211,20 @@ def timeline(
         overlap_sends = schedule in MULTI_STAGE
     if schedule in DELAYED:
         return _overlapping_steps(pp, microbatches, durations, overlap_sends)
-    return execute(actions(schedule, num_stages, pp, microbatches), durations, overlap_sends=overlap_sends)
+    orders = actions(schedule, num_stages, pp, microbatches, has_tail)
+    return execute(orders, durations, overlap_sends=overlap_sends, has_tail=has_tail)
 
 
-def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool) -> Timeline:
+def execute(
+    orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool, has_tail: bool = False
+) -> Timeline:  # fmt: skip
     """Compute the timeline of a training step in which each rank runs a given list of actions.
 
     Args:
         orders: for each rank, its actions in order.
         durations: seconds of the actions.
         overlap_sends: True if sends overlap with compute.
+        has_tail: True if the last stage in `orders` is a tail: all backwards of the stage before it use its gradients.
 
     Raises StageError if ranks deadlock. Raises OptionError for invalid durations.
 
@@ -226,7 +233,7 @@ def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap
     Span(start_s=1.0, end_s=3.0, stage=0, kind='B', microbatch=0)
     """
     durations = _complete(durations, orders)
-    return _with_ends(_EventSimulation(orders, durations, overlap_sends).run(), durations)
+    return _with_ends(_EventSimulation(orders, durations, overlap_sends, has_tail=has_tail).run(), durations)
 
 
 def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
@@ -335,14 +342,17 @@ class _EventSimulation:
     Args:
         orders: for each rank, its actions in order.
         once_s: for each rank, the seconds of "U", its gradient reduction and weight update after a batch.
+        has_tail: as in `execute`.
     """
 
     def __init__(
         self, orders: Sequence[Sequence[Action]], durations: Durations, overlap_sends: bool,
-        once_s: Sequence[float] = (),
+        once_s: Sequence[float] = (), has_tail: bool = False,
     ):  # fmt: skip
         self.orders, self.durations, self.overlap_sends = orders, durations, overlap_sends
         self.rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        every_action = (action for order in orders for action in order)
+        self.tail = max(every_action, key=lambda action: action.stage) if has_tail else None
         self.seconds = {
             "F": durations.forward_s, "B": durations.backward_s,
             "I": durations.input_backward_s, "W": durations.weight_backward_s, "U": once_s,
@@ -396,7 +406,9 @@ class _EventSimulation:
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
         comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
-        return (action.stage + 1, "B", action.microbatch) if comes else None
+        is_before_tail = self.tail is not None and action.stage + 1 == self.tail.stage
+        microbatch = self.tail.microbatch if is_before_tail else action.microbatch
+        return (action.stage + 1, "B", microbatch) if comes else None
 
     def _missing(self, action: Action, received: _Result | None) -> _Result | None:
         if action.kind != "F":

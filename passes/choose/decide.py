@@ -11,7 +11,7 @@ from torch import fx
 
 from autopart.errors import LayoutError
 from autopart.ir.blocks.deduplication import expand_blocks, later
-from autopart.ir.decisions import Decisions, data_strategies, with_placements
+from autopart.ir.decisions import Decisions, with_placements
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
 from autopart.ir.layout import Layout
@@ -19,7 +19,7 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.explain.axis_refusals import check_axes_divide
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.problem import Problem
-from autopart.passes.choose.solve.batch_axis import batch_strategies
+from autopart.passes.choose.solve.batch_axis import batch_strategies, split_batch
 from autopart.passes.choose.solve.layout_pins import AxisConstraints, solve_pinned
 from autopart.passes.choose.solve.shard_axis import Sharding, ShardingProblem, cheapest
 from autopart.passes.choose.solve.sharding_costs import CostedStep, reduce_bytes_ratio
@@ -48,7 +48,7 @@ def decide(problem: Problem) -> SolvedDecisions:
             why="none of its operators depends on a parameter",
             hint="run it without parallelize",
         )
-    rows = batch_strategies(trace, mesh, microbatches)
+    split = batch_strategies(trace, mesh, problem.schedule)
     solved: dict[str, tuple[ShardingProblem, Sharding]] = {}
     stored: Mapping[str, Layout] = {}
     for axis, pinned in problem.pinned.items():
@@ -56,20 +56,21 @@ def decide(problem: Problem) -> SolvedDecisions:
         stored = with_placements(stored, axis, solved[axis][1].parameters)
     chosen = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
     check_axes_divide(trace, mesh, chosen, bool(problem.pins.layouts), problem.sequence_dims or {})
-    strategies = {**data_strategies(mesh, microbatches, rows), **chosen}
+    strategies = {**split.on_axes(mesh), **chosen}
     return SolvedDecisions(
         Decisions(
             mesh,
             microbatches,
             strategies,
             stored,
-            _stages(problem),
+            _stages(problem, split.tail),
             problem.num_stages,
             problem.recompute,
             problem.zero,
             problem.prefetch,
             dp_sync=problem.dp_sync,
             balance=problem.balance,
+            tail=split.tail,
         ),
         solved,
     )
@@ -98,33 +99,37 @@ def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
 
     No layout problem is solved.
     """
-    rows = batch_strategies(problem.trace, problem.mesh, problem.microbatches)
+    split = batch_strategies(problem.trace, problem.mesh, problem.schedule)
     return replace(
-        decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem),
+        decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem, split.tail),
         num_stages=problem.num_stages, recompute=problem.recompute, dp_sync=problem.dp_sync,
-        strategies={**data_strategies(problem.mesh, problem.microbatches, rows), **decisions.features},
+        strategies={**split.on_axes(problem.mesh), **decisions.features}, tail=split.tail,
     )  # fmt: skip
 
 
-def _stages(problem: Problem) -> dict[fx.Node, int]:
-    return stages_from_boundaries(problem.trace, _cuts(problem))
+def _stages(problem: Problem, tail: frozenset[fx.Node]) -> dict[fx.Node, int]:
+    return stages_from_boundaries(problem.trace, _cuts(problem, tail), problem.num_stages, tail)
 
 
-def _cuts(problem: Problem) -> tuple[int, ...]:
+def _cuts(problem: Problem, tail: frozenset[fx.Node]) -> tuple[int, ...]:
     folds, send_cost = problem.trace.folds, 0.0 if problem.num_stages == 1 else flops_per_sent_byte(problem)
-    return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds, send_cost).cuts
+    return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds, send_cost, tail).cuts
 
 
-def stages_from_boundaries(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
+def stages_from_boundaries(
+    trace: Trace, cuts: tuple[int, ...], num_stages: int, tail: frozenset[fx.Node]
+) -> dict[fx.Node, int]:
     """Map every active operator (one that depends on parameters) to its stage.
 
     Args:
         cuts: index of each stage's first operator, except the first stage's. Indices count the operators of the full
             model, with all repeated blocks.
+        tail: operators that run once on all microbatches, on the last stage.
     """
     nodes, stages = active_operators(trace.graph), dict[fx.Node, int]()
     for at, index in enumerate(full_model_indices(nodes, trace.folds)):
-        stages.setdefault(nodes[index], sum(cut <= at for cut in cuts))
+        node = nodes[index]
+        stages.setdefault(node, num_stages - 1 if node in tail else sum(cut <= at for cut in cuts))
     return stages
 
 
@@ -136,4 +141,5 @@ def boundary_operators(problem: Problem) -> list[str]:
     folds = problem.trace.folds
     keys = (facts(node)["key"] for node in active_operators(problem.graph))
     names = [*expand_blocks(folds, [*keys], str, partial(later, folds))]
-    return [names[at] for cut in _cuts(problem) for at in (cut - 1, cut)]
+    tail = split_batch(problem.graph, problem.mesh.data_parallel_size, problem.microbatches).tail
+    return [names[at] for cut in _cuts(problem, tail) for at in (cut - 1, cut)]

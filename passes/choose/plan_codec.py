@@ -7,7 +7,7 @@ plan also applies to calls with other shapes of the same model: `decode` fits it
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from torch import fx
 from autopart.cost.hardware.profile import Hardware
 from autopart.errors import PlanError, StageError
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, names_of
-from autopart.ir.decisions import Decisions, Strategy, data_strategies, with_placements
+from autopart.ir.decisions import Decisions, Strategy, with_placements
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
     CAST,
@@ -35,7 +35,7 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.decide import stages_from_boundaries
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.recompute_regions import check_recompute
-from autopart.passes.choose.solve.batch_axis import BatchSplit, batch_strategies, fit_batch
+from autopart.passes.choose.solve.batch_axis import batch_strategies, fit_batch
 from autopart.passes.choose.solve.expert_axes import mixtures, mixtures_on_axis
 from autopart.passes.choose.solve.layout_pins import FREE, AxisConstraints
 from autopart.passes.choose.solve.shard_axis import fit_around
@@ -134,7 +134,7 @@ def _by_pattern(entries: Mapping[str, tuple[str, T]], folds: DeduplicatedBlocks)
 def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     starts, stage = [], 0
     for node in active_operators(trace.graph):
-        if decisions.stage_of[node] > stage:
+        if node not in decisions.tail and decisions.stage_of[node] > stage:
             stage = decisions.stage_of[node]
             starts.append(facts(node)["key"])
     return tuple(starts)
@@ -184,22 +184,21 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
         chosen[axis] = read(trace, plan, mesh, axis, stored, known, constraints)
     if same_trace:
-        microbatches = plan.schedule.microbatches
-        rows = BatchSplit(microbatches, batch_strategies(trace, mesh, microbatches), False)
+        rows = batch_strategies(trace, mesh, plan.schedule)
     else:
         rows = fit_batch(trace, mesh, plan.schedule)
-    cuts = _read_cuts(trace, plan, num_stages, same_trace, list(decided or {}))
+    cuts = _read_cuts(trace, plan, num_stages, same_trace, list(decided or {}), rows.tail)
     for axis in dict.fromkeys(axis for entry in plan.parameters.values() for axis in entry if mesh.stores(axis)):
         if mesh.size(axis) > 1:
             parts = _read_stored(trace, plan, mesh, axis, stored)
             stored = with_placements(stored, axis, {name: place for name, place in parts.items() if place.is_shard})
-    strategies = {**data_strategies(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
+    strategies = {**rows.on_axes(mesh), **chosen}
     decisions = Decisions(
         mesh,
         rows.microbatches,
         strategies,
         stored,
-        stages_from_boundaries(trace, cuts),
+        stages_from_boundaries(trace, cuts, num_stages, rows.tail),
         num_stages,
         plan.recompute,
         plan.zero,
@@ -207,6 +206,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.scatter_sends,
         parse_sync(plan.dp_sync),
         plan.balance,
+        rows.tail,
     )
     decisions.dp_sync.check_storage(trace, decisions)
     return decisions
@@ -423,7 +423,9 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
     return sum(x != y for x, y in pairs), sum(p.kind == "P" for p in a.inputs)
 
 
-def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str]) -> tuple[int, ...]:
+def _read_cuts(
+    trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str], tail: Set[fx.Node]
+) -> tuple[int, ...]:
     """Return the index of each stage's first operator, from stage 1 on.
 
     Indices count only operators that depend on parameters.
@@ -462,12 +464,12 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
                 why="a stage would be empty: 'cuts' must be in the order of the operators", where=where,
             )  # fmt: skip
         cuts.append(at)
-    _check_crossing(nodes, plan, cuts)
+    _check_crossing(nodes, plan, cuts, tail)
     return tuple(cuts)
 
 
-def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
-    crossing = boundary_bytes(nodes)
+def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int], tail: Set[fx.Node]) -> None:
+    crossing = boundary_bytes(nodes, tail)
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):
             raise StageError(

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import (
     argument,
     is_sparse,
@@ -16,6 +17,7 @@ from autopart.ir.graph import (
     short_name,
     value,
 )
+from autopart.ir.subgraphs import ancestors_of
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, replace
 from autopart.passes.rules.operators.einsum_rules import read_equation
@@ -62,9 +64,17 @@ def _scaled_sum(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
     if alpha != 1:
         product = emit(graph, node, aten.mul.Tensor, product, alpha)
     if beta == 0:
-        return product
+        if not _can_have_gradient(bias):
+            return product
+        never = emit(graph, node, aten.full.default, [], False, dtype=torch.bool, device=value(bias).device)
+        return emit(graph, node, aten.where.self, never, bias, product)  # the gradient of the bias is zero
     scaled = bias if beta == 1 else emit(graph, node, aten.mul.Tensor, bias, beta)
     return emit(graph, node, aten.add.Tensor, product, scaled)
+
+
+def _can_have_gradient(node: fx.Node) -> bool:
+    """Return True if a value depends on a parameter or on an input that needs a gradient."""
+    return any(facts(one).get("parameter") or facts(one).get("input_grad") for one in ancestors_of([node]))
 
 
 def _bilinear(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -82,7 +83,7 @@ def lower(
     needed: set[fx.Node] = set().union(*nx.bfs_layers(reads(trace.graph), ends))
     for node in operators(trace.graph):
         if node in decisions.stage_of and node in needed:
-            writer.write_in_block(node)
+            writer.writer_of(node).write_in_block(node)
     return writer.finish([*((o, whole_outputs) for o in outputs), *((o, True) for o in beside)])
 
 
@@ -111,10 +112,26 @@ def write_local(call: LocalCall) -> fx.Node:
     return call.as_traced() if written is None else written
 
 
-class _Writer:
-    """Generator of all stage graphs."""
+def _decisions_of_tail(decisions: Decisions) -> Decisions:
+    """Return the decisions for the operators that run once on all microbatches, as one more stage."""
+    strategies = {axis: on for axis, on in decisions.strategies.items() if axis != MICROBATCH_AXIS}
+    stage_of = {node: stage + (node in decisions.tail) for node, stage in decisions.stage_of.items()}
+    return replace(
+        decisions, microbatches=1, strategies=strategies, stage_of=stage_of, num_stages=decisions.num_stages + 1,
+        scatter_sends=False, tail=frozenset(),
+    )  # fmt: skip
 
-    def __init__(self, trace: Trace, decisions: Decisions, rng: Rng, local_rows: bool = False):
+
+class _Writer:
+    """Generator of all stage graphs.
+
+    Args:
+        trunk: the writer of the pipeline stages, if this object writes the tail.
+    """
+
+    def __init__(
+        self, trace: Trace, decisions: Decisions, rng: Rng, local_rows: bool = False, trunk: _Writer | None = None
+    ):  # fmt: skip
         self.trace, self.decisions, self.local_rows = trace, decisions, local_rows
         mesh = decisions.mesh
         rows, self.features = mesh.along("rows"), mesh.chosen
@@ -122,7 +139,10 @@ class _Writer:
         self.sizes = {a: mesh.size(a) for a in rows} | in_time | {a: mesh.size(a) for a in self.features}
         self.chosen = {axis: decisions.strategies[axis] for axis in self.sizes if axis in decisions.strategies}
         self.row_axes = decisions.row_axes
-        self.stages = [StageDraft(i) for i in range(decisions.num_stages)]
+        self.trunk = trunk
+        earlier: list[StageDraft] = [] if trunk is None else trunk.stages
+        new_stages = [StageDraft(i, is_tail=trunk is not None) for i in range(len(earlier), decisions.num_stages)]
+        self.stages: list[StageDraft] = [*earlier, *new_stages]
         random = [node for node in operators(trace.graph) if draws_random_numbers(node)]
         self.not_drawn = _replaced_noise(random) if rng == "fast" else set()
         self.draws = [node for node in random if node not in self.not_drawn]
@@ -131,13 +151,18 @@ class _Writer:
         joined = {axis: mesh.size(axis) for stored in decisions.stored.values() for axis in stored}
         self.converter = Converter(trace, decisions, {**joined, **self.sizes}, self.emitter, self.mark)
         self.rng, self.has_seeds = rng, bool(random) and rng == "fast"
-        for stage in self.stages:
+        for stage in new_stages:
             for node in trace.graph.find_nodes(op="placeholder"):
                 stage.whole[node] = stage.prologue.node_copy(node)
             if self.has_seeds:
                 stage.seeds = stage.prologue.placeholder(SEEDS)
             for node in self.draws:
                 self._in_prologue(node, stage)
+        self.tail = _Writer(trace, _decisions_of_tail(decisions), rng, local_rows, self) if decisions.tail else None
+
+    def writer_of(self, node: fx.Node) -> _Writer:
+        """Return the writer of an operator: the one of the tail if the operator runs once on all microbatches."""
+        return self.tail if self.tail is not None and node in self.decisions.tail else self
 
     # Layouts
 
@@ -191,6 +216,9 @@ class _Writer:
             stage.seed.meta["val"] = torch.empty(1, dtype=torch.int64, device="meta")
             stage.inputs.append(StageInput(stage.seed.target, 0))
             stage.prologue_outputs.append(stage.seeds)
+            if stage.is_tail:  # it receives the seeds of all microbatches
+                seeds, stage.seed = stage.seed, stage.graph.call_function(aten.slice.Tensor, (stage.seed, 0, 0, 1))
+                stage.seed.meta["val"] = seeds.meta["val"]
         return stage.seed
 
     def mark(self, written: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
@@ -308,6 +336,8 @@ class _Writer:
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
         """Return the received node of a value of an earlier stage. All stages in between send the value on."""
         assert stage.index > 0, f"{node.name} is used on a stage before the one that computes it"
+        if self.trunk is not None:
+            return self._receive_all(node, produced, stage)
         sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
         if (node, sent) in stage.made:
             return stage.made[node, sent]
@@ -318,6 +348,18 @@ class _Writer:
         before.sends.append((node, sent))
         stage.receives.append((node, sent))
         return self._record(stage.placeholder(node.name), node, sent, stage)
+
+    def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
+        """Return a value in the tail that the last stage has computed for each microbatch.
+
+        The runtime merges the values, so the received value has no placement on `MICROBATCH_AXIS`.
+        """
+        assert self.trunk is not None
+        last, layout = self.trunk.stages[-1], self.trunk.produced(node)
+        self.trunk.get(node, layout, last)
+        last.sends.append((node, layout))
+        tail.receives.append((node, produced))
+        return self._record(tail.placeholder(node.name), node, produced, tail)
 
     def _is_received(self, node: fx.Node, stage: StageDraft) -> bool:
         return self.decisions.stage_of.get(source_of(node)[0], stage.index) < stage.index
@@ -406,28 +448,29 @@ class _Writer:
         Args:
             outputs: pairs (node or constant, True to gather it over the batch axes).
         """
-        last = self.stages[-1]
+        end = self.tail or self
+        last = end.stages[-1]
         results: list[Output] = []
-        end = self.trace.graph.output_node()
-        flat, numbers = end.args[0], facts(end).get("numbers", ())
+        end_node = self.trace.graph.output_node()
+        flat, numbers = end_node.args[0], facts(end_node).get("numbers", ())
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
         for output, whole in outputs:
             if not isinstance(output, fx.Node):
                 results.append(Output(None, {}, output))
                 continue
-            layout = self._output_layout(output, whole, self.local_rows)
+            layout = end._output_layout(output, whole, self.local_rows)
             is_number = any(output is flat[index] for index in numbers)
             made_of = self._input_names(output)
             results.append(Output(len(nodes), dict(layout), made_of=made_of, is_number=is_number))
-            nodes.append((output, layout, self.get(output, layout, last)))
+            nodes.append((output, layout, end.get(output, layout, last)))
         for name, node in self.trace.buffer_updates.items():
-            self._update(name, node)
-        for stage in self.stages[:-1]:
+            self.writer_of(source_of(node)[0])._update(name, node)
+        for stage in end.stages[:-1]:
             stage.output([stage.made[send] for send in stage.sends])
         last.output([written for _, _, written in nodes])
         last.sends = [(node, layout) for node, layout, _ in nodes]
         mark = region_marker(self.trace.graph, self.decisions.recompute)
-        stages = tuple(stage.finish(self.trace, self.sizes, mark) for stage in self.stages)
+        stages = tuple(stage.finish(self.trace, self.sizes, mark) for stage in end.stages)
         names = (*self.trace.call.names, SEEDS) if self.has_seeds else self.trace.call.names
         axes = [axis for axis in self.sizes if axis != MICROBATCH_AXIS]
         return Program(

@@ -42,6 +42,7 @@ class StageDraft:
     updates: list[tuple[BufferUpdate, fx.Node]] = field(default_factory=list)
     seeds: fx.Node | None = None
     seed: fx.Node | None = None
+    is_tail: bool = False
 
     def placeholder(self, name: str) -> fx.Node:
         """Add an input to the stage graph. If its name is in use, it gets a suffix."""
@@ -85,6 +86,7 @@ class StageDraft:
             tuple(_boundary(n, k, sizes) for n, k in self.receives),
             tuple(_boundary(n, k, sizes) for n, k in self.sends),
             tuple(self.parameters), tuple(self.buffers), tuple(update for update, _ in self.updates),
+            self.is_tail,
         )  # fmt: skip
 
 

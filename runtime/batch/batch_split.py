@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,27 +28,29 @@ class LocalSamples:
 
 
 def stage_arguments(
-    program: Program, inputs: Sequence[StageInput], values: Sequence[Any], coordinates: Mapping[str, int]
-) -> list[Arguments]:
-    """Return the keyword arguments of one stage graph on one rank: one mapping per microbatch.
+    program: Program, inputs: Sequence[StageInput], values: Sequence[Any], coordinates: Mapping[str, int],
+    num_runs: int,
+) -> list[Arguments]:  # fmt: skip
+    """Return the keyword arguments of one stage graph on one rank: one mapping per run of the graph.
 
     A value with a batch dim is split into contiguous blocks of samples, first over ranks, then over microbatches.
 
     Args:
         values: outputs of the stage's prologue (the graph that computes masks and positions) for the global batch.
+        num_runs: runs of the stage graph per call (`Program.runs_of`).
     """
-    per_microbatch: list[Arguments] = [{} for _ in range(program.microbatches)]
+    per_microbatch: list[Arguments] = [{} for _ in range(num_runs)]
     for stage_input, value in zip(inputs, values, strict=True):
         dim = stage_input.batch_dim
         if dim is None or not isinstance(value, (Tensor, LocalSamples)):
-            rows = [value] * program.microbatches
+            rows = [value] * num_runs
         else:
             sections, num_blocks = stage_input.sections, program.data_parallel_size
             index = program.mesh.row_index(coordinates) % num_blocks
             local = value.rows if isinstance(value, LocalSamples) else _block(value, dim, sections, num_blocks, index)
             if len(sections) > 1:
                 sections = tuple(size // num_blocks for size in sections)
-            rows = [_block(local, dim, sections, program.microbatches, index) for index in range(program.microbatches)]
+            rows = [_block(local, dim, sections, num_runs, index) for index in range(num_runs)]
         for arguments, block in zip(per_microbatch, rows, strict=True):
             arguments[stage_input.name] = block
     return per_microbatch
@@ -75,6 +77,50 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
     num_blocks = program.data_parallel_size if program.row_inputs is None else 1
     columns = zip(placements, zip(*outputs, strict=True), strict=True)
     return [_merge(values, placement, num_blocks) for placement, values in columns]
+
+
+def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Merge the values that the last pipeline stage sends to the tail, on one rank.
+
+    Args:
+        sent: for each microbatch, the values that the stage sends.
+    """
+    columns = zip(*sent, strict=True)
+    return [_merge(values, placement, 1) for placement, values in zip(_tail_placements(program), columns, strict=True)]
+
+
+def split_for_stage(program: Program, gradients: Sequence[Tensor | None], microbatch: int) -> list[Tensor | None]:
+    """Return one microbatch's gradients of the values that the last pipeline stage sends to the tail.
+
+    Args:
+        gradients: gradients of the merged values.
+    """
+    return [
+        None if gradient is None else _gradient_of(gradient, placement, program.microbatches, microbatch)
+        for placement, gradient in zip(_tail_placements(program), gradients, strict=True)
+    ]
+
+
+def _gradient_of(gradient: Tensor, placement: Placement, num_microbatches: int, microbatch: int) -> Tensor | None:
+    if placement.is_shard:
+        return _block(gradient, placement.dim, placement.sections, num_microbatches, microbatch)
+    # The merged value is the sum over all microbatches, or the value of the first one.
+    return gradient if placement == P or microbatch == 0 else None
+
+
+def _tail_placements(program: Program) -> list[Placement]:
+    """Return the placements on `MICROBATCH_AXIS` of the values that the tail receives.
+
+    Sections are those of this rank's samples.
+    """
+    last, ranks = program.stages[program.num_stages - 1], program.data_parallel_size
+    placements = [boundary.layout.get(MICROBATCH_AXIS, R) for boundary in last.sends]
+    return [
+        replace(placement, sections=tuple(size // ranks for size in placement.sections))
+        if len(placement.sections) > 1
+        else placement
+        for placement in placements
+    ]
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:

@@ -57,7 +57,7 @@ def write_buffers(
             continue
         new = by_stage.get(stage.index, {})
         if "pp" in process.groups:
-            owner = stage_coordinate(stage.index, len(program.stages), process.mesh.size("pp"), stage_style)
+            owner = stage_coordinate(stage.index, program.num_stages, process.mesh.size("pp"), stage_style)
             new = _from_owner(buffers, new, stage.updates, owner, process)
         with torch.no_grad():
             for update in stage.updates:

@@ -16,18 +16,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.common.scoped import variable
 from autopart.errors import OptionError, RuntimeSetupError
 from autopart.ir.facts import facts
-from autopart.ir.graph import RNG_EXACT_UNSUPPORTED, describe, inexact
+from autopart.ir.graph import RNG_EXACT_UNSUPPORTED, describe, inexact, is_host_draw
 from autopart.ir.program import Program
-from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.comm.process_mesh import Process, broadcast_from_first, reduce_over_all
+from autopart.tracing.dynamic.host_functions import exchange
+
+
+class HostResults:
+    """Results of the host functions of one call, in the order of the model.
+
+    Each function runs once on this rank, in the first prologue. Other prologues of the rank get its results.
+
+    Args:
+        process: None if one process runs all ranks.
+    """
+
+    def __init__(self, process: Process | None):
+        self.process, self.results = process, list[list[Tensor]]()
+        self.position = 0
+
+    def __call__(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the first rank's results of the next host function. `run`: runs it on this rank."""
+        if self.position == len(self.results):
+            results = run()
+            for result in results if self.process is not None else ():
+                broadcast_from_first(result, self.process)
+            self.results.append(results)
+        self.position += 1
+        return self.results[self.position - 1]
+
+
+def has_host_functions(program: Program) -> bool:
+    """Return True if the prologues run host functions."""
+    return any(map(is_host_draw, program.drawn))
 
 
 @contextmanager
-def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
+def one_stream(
+    program: Program, inputs: Sequence[Any], device: torch.device, process: Process | None = None
+) -> Iterator[Callable[[], None]]:
     """Make the prologues of all stages draw equal random numbers, in a `with` block.
 
     Yields a function that resets the random state. It must be called before each prologue.
+
+    Args:
+        process: this rank, which receives the first rank's results of host functions. None: all ranks in one process.
     """
     if program.draws is None:
         yield lambda: None
@@ -38,12 +74,16 @@ def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) ->
         seed = _one_seed(inputs[-1])
         first = {on: torch.Generator(on).manual_seed(seed).get_state() for on in before}
 
+    host = HostResults(process)
+
     def rewind() -> None:
+        host.position = 0
         for on, state in first.items():
             set_state(state, on)
 
     try:
-        yield rewind
+        with variable(exchange, host):
+            yield rewind
     finally:
         if program.draws == "fast":
             for on, state in before.items():

@@ -209,6 +209,13 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
         finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
 
 
+def broadcast_from_first(value: Tensor, process: Process) -> None:
+    """Overwrite a CPU tensor by the first rank's. Raises HangError if a rank does not arrive."""
+    group = process.host_group
+    if group is not None:
+        finish(dist.broadcast(value, group=group, group_src=0, async_op=True), group)
+
+
 def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
     """Start an all-gather of `numbers` over all ranks, on the CPU. Return a function that waits for it.
 

@@ -21,9 +21,12 @@ def stage_style_of(schedule: str | None) -> str:
 def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> int:
     """Return the `pp` coordinate that runs `stage`.
 
+    The tail is stage `num_stages`, and runs on the ranks of the last stage.
+
     >>> [stage_coordinate(s, 4, 2, "loop") for s in range(4)], [stage_coordinate(s, 4, 2, "V") for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])
     """
+    stage = min(stage, num_stages - 1)
     if stage_style == "V":
         assert num_stages == 2 * pp, f"a V of {pp} ranks has {2 * pp} stages, not {num_stages}"
         return min(stage, num_stages - 1 - stage)
@@ -32,20 +35,21 @@ def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> 
 
 def stages_at(program: Program, pp_coordinate: int, stage_style: str) -> list[int]:
     """Return the stages that run at a `pp` coordinate, first stage first."""
-    num_stages, pp = len(program.stages), program.mesh.size("pp")
-    return [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, stage_style) == pp_coordinate]
+    num_stages, pp = program.num_stages, program.mesh.size("pp")
+    stages = range(len(program.stages))
+    return [s for s in stages if stage_coordinate(s, num_stages, pp, stage_style) == pp_coordinate]
 
 
 def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
     """Return all ranks that run `stage`, in rank order."""
     mesh = program.mesh
-    coordinate = stage_coordinate(stage, len(program.stages), mesh.size("pp"), stage_style)
+    coordinate = stage_coordinate(stage, program.num_stages, mesh.size("pp"), stage_style)
     return [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).get("pp", 0) == coordinate]
 
 
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
     """Return the `pp` coordinates of the stages that use a tensor, first stage first, without repetition."""
-    num_stages, pp = len(program.stages), program.mesh.size("pp")
+    num_stages, pp = program.num_stages, program.mesh.size("pp")
     coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(coordinates))
 

@@ -121,7 +121,7 @@ def stage_reducers(
         order = by_first_use(stage.graph.graph, stage.parameters)
         buckets = [*all_reduce_buckets(name for name in order if uses[name] == 1), *unsharded_buckets]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
-        reducers.append(Reducer(buckets, queue, program.microbatches, splits_backward, shared, shard_axes))
+        reducers.append(Reducer(buckets, queue, program.runs_of(stage), splits_backward, shared, shard_axes))
     return reducers, shared
 
 

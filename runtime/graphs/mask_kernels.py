@@ -40,7 +40,7 @@ def specialize_constant_masks(
         return with_mask_structure(
             stage, _analyze_large_masks(stage, program, process, masks, inputs, graph), process.device
         ), names
-    microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
+    microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates, program.runs_of(stage))
     other_masks = {mask.name for mask in masks_of(stage)} - names
     mask_structures = StageMasks(stage, bind, other_masks).mask_structures(microbatches)
     return with_mask_structure(
@@ -61,7 +61,7 @@ def _analyze_large_masks(
     whole = KeyRangeEvaluator({}, process.device)
     (outputs,) = graph.graph.output_node().args
     values = [whole.made(output) for output in outputs]
-    (arguments, *_) = stage_arguments(program, inputs, values, process.coordinates)
+    (arguments, *_) = stage_arguments(program, inputs, values, process.coordinates, program.runs_of(stage))
     subgraph = mask_graph(stage, masks)
     by_node = {node: arguments[str(node.target)] for node in subgraph.graph.find_nodes(op="placeholder")}
     sizes = {axis: (index, program.mesh.size(axis)) for axis, index in process.coordinates.items()}

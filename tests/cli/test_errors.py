@@ -222,8 +222,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "multiple of 6\n  try    microbatches=1, 2, 4"),
     "microbatches: statistic": (plan("pp2", Contrast, microbatches=2),
         "StageError: the batch cannot be split into 2 microbatches\n  why    matmul needs all samples of a "
+        "value of shape [4, 8] at once: it computes a statistic of the batch, and too much of the model depends on it "
+        "to run once on all microbatches\n  where  matmul at test_errors.py:{contrast_line}\n  try    microbatches=1"),
+    "microbatches: no pipeline": (plan("dp2", Contrast, microbatches=2),
+        "StageError: the batch cannot be split into 2 microbatches\n  why    matmul needs all samples of a "
         "value of shape [4, 8] at once: it computes a statistic of the batch\n  where  matmul at "
-        "test_errors.py:{contrast_line}\n  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
+        "test_errors.py:{contrast_line}\n  try    microbatches=1"),
     "nothing to partition": (plan("dp2", nn.ReLU),
         "LayoutError: the model has nothing to partition\n  why    none of its operators depends on a parameter\n  "
         "try    run it without parallelize"),
@@ -284,11 +288,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (plan("dp2", lambda: print),
         "TraceError: a builtin_function_or_method is not a model\n  why    autopart partitions an nn.Module\n  try    "
         "an nn.Module whose forward calls it"),
-    "batch norm: microbatches": (plan("pp2", batch_norm, microbatches=2),
+    "batch norm: microbatches": (plan("pp2", batch_norm, microbatches=2, schedule="1f1b"),
         "StageError: the batch cannot be split into 2 microbatches\n  why    batch_norm needs all samples of a "
-        "value of shape [1, 4] at once: it computes a statistic of the batch\n  where  batch_norm at "
-        "batchnorm.py:{batch_norm_line} (1)\n"
-        "  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
+        "value of shape [1, 4] at once: it computes a statistic of the batch. Operators that mix samples run once on "
+        "all microbatches, but not with schedule='1f1b'\n  where  batch_norm at batchnorm.py:{batch_norm_line} (1)\n"
+        "  try    schedule='gpipe', or microbatches=1"),
     "random numbers": (plan("dp2", Counts),
         "TraceError: poisson draws random numbers whose distribution the model computes\n  why    all ranks must "
         "draw equal numbers, and no formula computes them from numbers of a fixed distribution\n  where  poisson at "

@@ -13,14 +13,14 @@ import pytest
 import torch
 import zoo
 from solver_problems import every_partition, random_problem
+from torch import nn
 from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.cost.flops import work
 from autopart.cost.hardware import profile
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.predict.stage_balance import BOUND, MAX_IMBALANCE, TIME_TOLERANCE, balance
-from autopart.cost.predict.table import stage_boundaries
+from autopart.cost.predict.stage_balance import BOUND, MAX_IMBALANCE, TIME_TOLERANCE, balance, stage_boundaries
 from autopart.cost.predict.table_data import plan_setting
 from autopart.errors import StageError
 from autopart.ir.facts import facts
@@ -223,3 +223,23 @@ def test_too_many_stages_are_refused():
     model, batch = zoo.conv_net()
     with pytest.raises(StageError, match=r"cannot be split into 64 stages(.|\n)*pp=\d+ or less"):
         autopart.plan(model, "pp64", example_kwargs=batch, schedule="gpipe", microbatches=8)
+
+
+class OfAList(nn.Module):
+    """A mean over images of several sizes, which are passed as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([self.a(image).square().mean() for image in images]).mean()
+
+
+def test_a_batch_size_that_comes_from_a_list_is_explained():
+    with pytest.raises(StageError) as error:
+        autopart.plan(OfAList(), "dp2", example_args=([torch.randn(3, 4, 8), torch.randn(3, 5, 8)],))
+    assert (
+        "why    3 is not a multiple of 2: the first dim of 'images.0' counts as the samples, because the tensors of a "
+        "list are separate inputs\n"
+    ) in str(error.value)

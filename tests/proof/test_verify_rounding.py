@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopart
+from autopart.proof.comparison import GraphUnderTest
 from autopart.proof.steps import lockstep_steps
+from autopart.recipe.make_plan import find_loss, prepare
+from autopart.tracing.trace_model import bind_call
 
 NOT_COMPARED = "gradient is only rounding are not compared: conv.bias"
 
@@ -144,3 +147,61 @@ def test_a_wrong_running_mean_near_zero_is_found():
     batch = {"image": image, "label": torch.randint(4, (8,))}
     result = autopart.verify(Centred(scaled=True), "dp2", example_kwargs=batch, tamper=local_means)
     assert result.errors["buffer bn.running_mean"] > 1e-3, result
+
+
+def gained(size: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A gain before a batch norm: its gradient is a sum of terms that cancel."""
+    torch.manual_seed(0)
+    return Centred(scaled=True), {
+        "image": torch.randint(0, size, (8, 3, 48, 48)).float(), "label": torch.randint(4, (8,))
+    }  # fmt: skip
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+@pytest.mark.parametrize("size", [2**8, 2**16])
+def test_a_gain_before_a_batch_norm_is_exact(mesh, size):
+    """Adam divides the gradient by its size, so that its rounding becomes an update of 1e-4."""
+    model, batch = gained(size)
+    result = autopart.verify(model, mesh, example_kwargs=batch, steps=3)
+    assert result.ok and result.max_error < 1e-11, str(result)
+    assert any("gradient is only rounding are not compared: gain" in note for note in result.notes)
+
+
+def test_a_gradient_that_differs_by_more_than_the_rounding_of_its_terms_is_found(monkeypatch):
+    backward = lockstep_steps._AllRanks.backward
+
+    def wrong(ranks: Any, subject: Any) -> Any:
+        outcome = backward(ranks, subject)
+        ranks.shards[1]["gain"].grad += 1e-12  # 3e-13 of its terms, far below the largest gradient
+        return outcome
+
+    monkeypatch.setattr(lockstep_steps._AllRanks, "backward", wrong)
+    model, batch = gained(2**8)
+    first = autopart.verify(model, "dp2", example_kwargs=batch, steps=1).first_mismatch
+    assert (first.step, first.kind, first.name) == (1, "weight", "gain"), str(first)
+
+
+class Weighed(nn.Module):
+    """Parameters whose gradients have terms of known magnitudes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.ones(2, 1)), nn.Parameter(torch.zeros(3))
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x * self.gain.expand(2, 3) - self.shift)).sum()
+
+
+def test_magnitudes_of_the_terms_of_gradients():
+    model, x = Weighed().double(), torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]]).double()
+    traced = prepare(model, bind_call(model, (x,), {}))
+    found = GraphUnderTest(traced, find_loss(traced)).gradient_magnitudes(model.state_dict().keys(), 0.5)
+    columns = model.linear.weight.detach().sum(0).abs()
+    expected = {
+        "gain": (x.abs() @ columns).unsqueeze(1), "shift": 2 * columns, "linear.bias": torch.full((2,), 2.0),
+        "linear.weight": x.abs().sum(0).expand(2, 3),
+    }  # fmt: skip
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.double() * 0.5)

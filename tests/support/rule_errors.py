@@ -104,6 +104,6 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "or a new plan"),
     "microbatches: no rule": (mixing_rows,
         "StageError: the batch cannot be split into 2 microbatches\n  why    scaled_mm needs all samples of a value of "
-        "shape [8, 3, 16] at once: it has no sharding rule\n  where  scaled_mm at custom_ops.py:{custom_line}\n  try"
-        "    microbatches=1 (on a pipeline with schedule='gpipe')"),
+        "shape [8, 3, 16] at once: it has no sharding rule, and too much of the model depends on it to run once on all "
+        "microbatches\n  where  scaled_mm at custom_ops.py:{custom_line}\n  try    microbatches=1"),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (registers torch.ops.transformers)
 from torch import Tensor, nn
 
 ROWS, WIDTH, EXPERTS = 8, 6, 4

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopart
-from autopart.errors import InputError
+from autopart.errors import InputError, TraceError
 
 SIZE = 8
 
@@ -164,3 +164,57 @@ def test_steps_with_a_pointer(kind):
     torch.manual_seed(0)
     result = autopart.verify(kind(), "dp2", example_args=(torch.randn(4, 6, SIZE),), steps=4)
     assert result.ok, result
+
+
+class FirstColumns:
+    """Replaces the forward of a layer (MatryoshkaLoss of sentence-transformers)."""
+
+    def __init__(self, forward: Any, number: int) -> None:
+        self.forward, self.number = forward, number
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)[:, : self.number]
+
+
+class Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()
+
+
+class Matryoshka(nn.Module):
+    """Replaces the forward of a layer for the time of a call, or for good."""
+
+    def __init__(self, restores: bool) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(SIZE, SIZE))
+        self.loss, self.restores = Loss(self.model), restores
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward = self.model.forward
+        self.model.forward = FirstColumns(forward, 4)
+        loss = self.loss(x)
+        if self.restores:
+            self.model.forward = forward
+        return loss
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_a_forward_that_is_replaced_during_the_call_is_exact(was_called):
+    torch.manual_seed(0)
+    model, x = Matryoshka(restores=True), torch.randn(8, SIZE)
+    if was_called:
+        model(x)
+    before = vars(model.model).get("forward")
+    report = autopart.verify(model, "tp2", example_args=(x,))
+    assert report.ok, report
+    assert vars(model.model).get("forward") == before
+
+
+def test_a_forward_that_stays_replaced_is_refused():
+    with pytest.raises(TraceError, match="Matryoshka computes something different in every call") as error:
+        autopart.plan(Matryoshka(restores=False), "tp2", example_args=(torch.randn(8, SIZE),))
+    assert "forward() stores model.forward = " in str(error.value)

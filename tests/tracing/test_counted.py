@@ -336,7 +336,7 @@ REFUSED = {
         lambda m, x, ids: m.a(x).sum() * ids.repeat_interleave(ids.flatten()[: len(ids)], 0).shape[0],
         "a data-dependent size is used as a number",
     ),
-    "mean": (skipped_mean, "this line skips code by the values in a tensor, which does more than write to"),
+    "mean": (skipped_mean, "this line skips code depending on tensor values, and the skipped code does more than"),
     "layer": (skipped_layer, "Parts cannot be traced"),
     "number": (skipped_number, "Parts cannot be traced"),
     "bins": (lambda m, x, ids: m.a(x).sum() * ids.flatten().bincount(), "Parts cannot be traced"),

@@ -19,6 +19,7 @@ from autopart.errors import TraceError
 from autopart.ir.graph import draws_random_numbers
 from autopart.proof.comparison import fixed_seed, relative, weights_like
 from autopart.recipe.make_plan import prepare
+from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 from autopart.tracing.trace_model import bind_call
 
 TOLERANCE = 1e-10
@@ -66,7 +67,8 @@ def difference(model: nn.Module) -> str:
 
 
 def results(outputs: list[Tensor], weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the values of outputs and the gradients of weights; zeros are those of an unused weight."""
+    """Return the dense values of outputs and the gradients of weights; zeros are those of an unused weight."""
+    outputs = [output if output.layout == torch.strided else output.to_dense() for output in outputs]
     seeds = [torch.view_as_real(o.resolve_conj()) if o.is_complex() else o for o in outputs if o.requires_grad]
     loss = sum((seed * weights_like(seed)).sum() for seed in seeds)
     grads = torch.autograd.grad(loss, weights, allow_unused=True) if isinstance(loss, Tensor) else [None] * len(weights)
@@ -112,13 +114,27 @@ def called(sample) -> Written:
 @pytest.mark.few
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_sample_of_the_rules_is_torchs(chunk):
-    wrong = [fault for sample in SAMPLES[chunk::CHUNKS] for fault in faults("", str(sample), called(sample))]
+    is_cast = [torch.float32 in (*sample.args, *sample.kwargs.values()) for sample in SAMPLES]  # casts are replaced
+    samples = (sample for sample, cast in [*zip(SAMPLES, is_cast, strict=True)][chunk::CHUNKS] if not cast)
+    wrong = [fault for sample in samples for fault in faults("", str(sample), called(sample))]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.large
 def test_at_least_six_hundred_operators_are_compared():
     assert len(database()) > 600
+
+
+NOT_COVERED = {"_bincount", "_tensor", "_where_method"}
+"""Decompositions of torch functions that have no sample in torch's database. This set may only shrink."""
+
+
+def test_decompositions_without_a_sample_are_listed():
+    names = {entry.name.rpartition(".")[2] for entry in database().values()}
+    functions = {target: function for target, function in TRACE_DECOMPOSITIONS.items()
+                 if not hasattr(target, "__objclass__")}  # methods are not called  # fmt: skip
+    covered = {function.__name__ for target, function in functions.items() if target.__name__ in names}
+    assert {function.__name__ for function in TRACE_DECOMPOSITIONS.values()} - covered == NOT_COVERED
 
 
 # --- what was wrong --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -306,3 +307,52 @@ def test_the_models_own_run_is_without_what_corrects_a_trace(monkeypatch):
     monkeypatch.setattr(EagerSemantics, "__torch_function__", noted)
     prepare(Stack("whole"), bind_call(Stack("whole"), (torch.ones(2, SIZE),), {}))
     assert inside and all(inside)
+
+
+class Zeros(nn.Module):
+    """Operators whose gradient is always zero, or has no elements."""
+
+    def __init__(self, operator: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...] = (4, 4)) -> None:
+        super().__init__()
+        self.a, self.w, self.operator = nn.Linear(4, 4), nn.Parameter(torch.rand(shape)), operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operator(self.a(x), self.w).square().mean()
+
+
+ZEROS = {
+    "matrix_power": (lambda y, w: y @ torch.linalg.matrix_power(w, 0), (4, 4)),
+    "method": (lambda y, w: y @ w.matrix_power(0) + y @ w.matrix_power(2), (4, 4)),
+    "bernoulli": (lambda y, w: y @ torch.bernoulli(w), (4, 4)),
+    "addmm with beta=0": (lambda y, w: torch.addmm(w, y.t(), y, beta=0), (4, 4)),
+    "an empty vector": (lambda y, w: torch.cat([w, y]), (0,)),
+}
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+@pytest.mark.parametrize("name", ZEROS)
+def test_a_gradient_of_zero_is_one(name, mesh):
+    """AdamW decays weights whose gradient is zero, and leaves weights without a gradient."""
+    torch.manual_seed(0)
+    report = autopart.verify(Zeros(*ZEROS[name]), mesh, example_args=(torch.randn(8, 4),), steps=2)
+    assert report.ok, report
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        parts = torch.tensor_split(self.a(x), at)
+        return sum((i + 1) * part.square().sum() for i, part in enumerate(parts))
+
+
+def test_a_split_at_the_values_of_an_input_is_traced_for_each_value():
+    torch.manual_seed(0)
+    model, x = Split().double(), torch.randn(8, 4).double()
+    pm = autopart.parallelize(model, "tp1", example_args=(x, torch.tensor([2, 5])))
+    for at in ([2, 5], [1, 7], [4, 4]):
+        torch.testing.assert_close(pm(x, torch.tensor(at)), model(x, torch.tensor(at)), rtol=1e-12, atol=1e-12)
+    assert autopart.verify(model, "tp2", example_args=(x, torch.tensor([2, 5]))).ok

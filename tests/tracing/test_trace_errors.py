@@ -144,12 +144,16 @@ class Counts(Base):
 
 class DrawsInPython(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) if random.randint(0, 9) < 1 else x
+        order = [0, 1]
+        random.shuffle(order)
+        return self.out(self.gate(x)) if order[0] else x
 
 
 class DrawsInNumpy(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) * float(np.random.rand())
+        order = np.arange(len(x))
+        np.random.shuffle(order)
+        return self.out(self.gate(x[torch.from_numpy(order)]))
 
 
 class Scripted(Base):
@@ -251,13 +255,16 @@ def other(what: str, why: str, hint: str, where: str = "{file}:{line}: {text}") 
     return f"TraceError: {what}\n  why    {why}{middle}\n  try    {hint}"
 
 
-DRAW_OUTSIDE = "torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors"
+ON_HOST = "autopart.host_function around the function that draws them and returns tensors; or torch.rand"
 BUFFERS_ONLY = "only buffers and parameters can be written"
 CASES: dict[Callable[[], nn.Module], str] = {
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
     Item: cannot(DECIDES + "the output of gate", BRANCH),
     Bins: cannot("the size of the result of bincount depends on tensor values", SELECT),
-    Numpy: cannot("numpy computes outside of the graph", "the same computation in torch, or before the call"),
+    Numpy: other("Python computes with a numpy array",
+                 "the values of the array differ in every call, and a trace has no values",
+                 "the same computation in torch, or autopart.host_function around the function that computes with the "
+                 "array"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),
     WrongKey: other("{name} fails in its own forward, or in its trace", "KeyError: 'y'", OWN),
@@ -285,10 +292,10 @@ CASES: dict[Callable[[], nn.Module], str] = {
                   "keep it as a tensor in a buffer (register_buffer), changed by tensor operations", ""),
     DrawsInPython: other("{name} draws random numbers from random in its forward",
                          "forward() runs once, for the trace: every step would use the numbers drawn there",
-                         DRAW_OUTSIDE, ""),
+                         ON_HOST, ""),
     DrawsInNumpy: other("{name} draws random numbers from numpy.random in its forward",
                         "forward() runs once, for the trace: every step would use the numbers drawn there",
-                        DRAW_OUTSIDE, ""),
+                        ON_HOST, ""),
     DrawsByItself: other("randn draws from a torch.Generator of the model's own",
                          "its state is no tensor that a graph could hold, and ranks that draw the same number would "
                          "have to share it",

@@ -25,18 +25,37 @@ class Action(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def actions(
+    schedule: str | None, num_stages: int, pp: int, microbatches: int, has_tail: bool = False
+) -> tuple[tuple[Action, ...], ...]:  # fmt: skip
     """Return, for each `pp` coordinate, the actions of its ranks in order.
 
     Without a schedule (one stage), they are the forward and backward of each microbatch.
 
+    Args:
+        has_tail: True if the program has a tail. It is stage `num_stages`, and runs once before the first backward of
+            the last stage. Its actions have the number of the last microbatch.
+
     >>> [f"{a.stage}{a.kind}{a.microbatch}" for a in actions("gpipe", 2, 2, 2)[0]]
     ['0F0', '0F1', '0B0', '0B1']
     """
+    if has_tail:
+        orders = actions(schedule, num_stages, pp, microbatches)
+        return tuple(tuple(_with_tail(order, num_stages, microbatches)) for order in orders)
     if schedule is None:
         return (tuple(Action(0, kind, m) for m in range(microbatches) for kind in "FB"),)
     order = pipeline_order(schedule_class(schedule), num_stages, pp, microbatches)
     return tuple(tuple(_plain(order[rank])) for rank in range(pp))
+
+
+def _with_tail(order: Iterable[Action], num_stages: int, microbatches: int) -> Iterator[Action]:
+    """Yield the actions of a rank, with those of the tail if the rank runs the last stage."""
+    has_run = False
+    for action in order:
+        if action.stage == num_stages - 1 and action.kind in "BI" and not has_run:
+            has_run = True
+            yield from (Action(num_stages, kind, microbatches - 1) for kind in "FB")
+        yield action
 
 
 def _plain(order: list[Any]) -> Iterator[Action]:

@@ -18,6 +18,9 @@ Narayanan et al. 2021, arXiv:2006.09503). They change training, so autopart neve
 FLUSHING = tuple(name for name in SCHEDULES if name not in DELAYED)
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
 """Schedules that run the backward of inputs separately from the backward of weights."""
+WITH_TAIL = ("gpipe",)
+"""Schedules that can run operators once on all microbatches, at the end of the last stage (`Program.tail`): they run
+all forwards before the first backward."""
 SIMPLER = {"1f1b_2bw": "1f1b", "dualpipev": "zbv"}
 """{schedule that needs many microbatches: schedule with equal stage placement that can run one microbatch}."""
 

@@ -329,7 +329,9 @@ def _step(
         compared.numbers("norm", actual.norms, expected.norms[0])
         grads = {name: p.grad for name, p in one.parameters.items()}
         actual_grads = {rank: {n: p.grad for n, p in local.items()} for rank, local in ranks.shards.items()}
-        floor = GRAD_FLOOR * _factor(expected.norms[0], one.training)
+        factor = _factor(expected.norms[0], one.training)
+        compared.note_cancelled(actual_grads, grads, lambda names: subject.gradient_magnitudes(names, factor))
+        floor = GRAD_FLOOR * factor
         compared.tensors("gradient", actual_grads, grads, floor)
         compared.note_rounding(actual_grads, grads)
     if late is not None:

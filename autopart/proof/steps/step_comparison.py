@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,16 @@ from autopart.runtime.training.optimizer_checks import is_elementwise
 
 ROUNDING = 1e-12
 """Gradients below this, relative to the largest gradient, count as rounding of sums that cancel."""
+
+TERM_ROUNDING = 1e-14
+"""Two gradients differ only by rounding if their difference, relative to the total magnitude of their terms, is below
+this."""
+
+SAME_DIGITS = 1e-8
+"""Gradients whose relative difference is below this are compared without a look at their terms."""
+
+Magnitudes = Callable[[Collection[str]], Mapping[str, Tensor]]
+"""Function of parameter names that returns the total magnitude of the terms of their gradients."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,8 @@ class StepComparison:
         self.optimizer: torch.optim.Optimizer | None = None
         self.errors: dict[str, float] = {}
         self.first: StepMismatch | None = None
+        self.cancelled: dict[str, Tensor] = {}
+        """{parameter: mask of gradient entries that differ only by the rounding of their terms}, of this step"""
 
     def numbers(self, kind: str, actual: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
         """Compare a scalar that every rank computes, such as the gradient norm."""
@@ -128,6 +140,34 @@ class StepComparison:
                         alone = cut.place(alone, index)
                     self.rounding[name] = alone | self.rounding.get(name, alone)
 
+    def note_cancelled(
+        self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
+        magnitudes: Magnitudes,
+    ) -> None:  # fmt: skip
+        """Exclude gradient entries that are sums of large cancelling terms and differ only by their rounding.
+
+        The gradient of a gain before a batch norm is an example: the norm does not depend on the gain. These entries
+        of weights and optimizer state are excluded from later comparisons, as in `note_rounding`.
+        """
+        apart: dict[str, Tensor] = {}
+        for rank, local in actual.items():
+            for name, part in local.items():
+                whole = self._cut(name, expected[name], rank)
+                if part is None or whole is None or part.shape != whole.shape or not part.is_floating_point():
+                    continue
+                difference = (part - whole).abs()
+                difference = torch.where(difference > SAME_DIGITS * whole.abs(), difference, 0.0)
+                if bool(difference.any()):
+                    for cut, index in reversed(self._cuts(name, rank)):
+                        difference = cut.place(difference, index)
+                    apart[name] = torch.maximum(difference, apart.get(name, difference))
+        terms = magnitudes(apart.keys()) if apart else {}
+        for name, difference in apart.items():
+            cancelled = (difference > 0) & (difference <= TERM_ROUNDING * terms.get(name, torch.zeros(())))
+            if bool(cancelled.any()):
+                self.cancelled[name] = cancelled
+                self.rounding[name] = cancelled | self.rounding.get(name, cancelled)
+
     def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor, scale: float) -> None:
         """Compare the new value of a buffer on a rank that computes it. The error is relative to `scale`."""
         error = relative(actual, expected, scale)
@@ -148,7 +188,8 @@ class StepComparison:
         for rank, local in actual.items():
             for name, part in local.items():
                 whole = self._cut(name, expected[name], rank)
-                excluded = self._cut(name, self.rounding.get(name), rank) if kind in ("weight", "state") else None
+                masks = self.cancelled if kind == "gradient" else self.rounding
+                excluded = self._cut(name, masks.get(name), rank)
                 if excluded is not None and part is not None and whole is not None and part.shape == whole.shape:
                     part, whole = part.masked_fill(excluded, 0.0), whole.masked_fill(excluded, 0.0)
                 self._part(kind, name + suffix, rank, part, whole, scale)

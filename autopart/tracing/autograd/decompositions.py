@@ -277,6 +277,36 @@ def _tensor(data: Any, **options: Any) -> Tensor:
     return made.requires_grad_(options.get("requires_grad", False))
 
 
+def _with_zero_gradient(result: Tensor, source: Tensor) -> Tensor:
+    """Return `result` with a gradient to `source` that is zero. A trace leaves out such a gradient.
+
+    Optimizers treat a zero gradient and a missing one differently: only the first has weight decay.
+    """
+    if not source.requires_grad:
+        return result
+    return torch.where(torch.zeros_like(source, dtype=torch.bool), source, result)
+
+
+def _bernoulli(input: Tensor, p: float | None = None, **options: Any) -> Tensor:
+    """Draw from a Bernoulli distribution. The gradient of its probabilities is zero."""
+    if p is not None:
+        return torch.bernoulli(input, p, **options)  # torch has no derivative of it
+    return _with_zero_gradient(torch.bernoulli(input.detach(), **options), input)
+
+
+def _matrix_power(input: Tensor, n: int, **options: Any) -> Tensor:
+    """Compute powers of matrices. The gradient of the power 0, the unit matrix, is zero."""
+    power = torch.linalg.matrix_power(input, n, **options)
+    return power if n else _with_zero_gradient(power, input)
+
+
+def _tensor_split(input: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
+    """Split a tensor at positions that can be the values of a tensor."""
+    if isinstance(indices_or_sections, Tensor):
+        indices_or_sections = indices_or_sections.tolist()
+    return torch.tensor_split(input, indices_or_sections, dim)
+
+
 TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
@@ -297,5 +327,12 @@ TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
     torch.tensor: _tensor,
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    torch.matrix_power: _matrix_power,
+    Tensor.matrix_power: _matrix_power,
+    torch.linalg.matrix_power: _matrix_power,
+    torch.tensor_split: _tensor_split,
+    Tensor.tensor_split: _tensor_split,
 }
 """{torch function: its decomposition in a trace}."""

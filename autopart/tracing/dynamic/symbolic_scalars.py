@@ -172,16 +172,25 @@ class SymbolicScalars:
         counted = self.count(line, size) if size.is_Symbol else None
         if counted is not None:
             return counted
-        if not (size.is_Add or size.is_Mul):
-            raise TraceError(
-                "a data-dependent size is used as a number", refusal=Refusal.SIZE,
-                why=f"autopart has no formula for it: {size}", where=source_text(line),
-                hint="compute the number from the mask: mask.sum()",
-            )  # fmt: skip
+        check_formula(size, line)
         first, *others = [self.size(part, line) for part in size.args]
         for other in others:
             first = added(self.graph, line, aten.add.Tensor if size.is_Add else aten.mul.Tensor, first, other)
         return first
+
+
+def check_formula(size: Any, line: fx.Node) -> None:
+    """Raise TraceError if a data-dependent size is no sum of products of sizes, such as `u0//8`."""
+    if isinstance(size, int) or size.is_Integer or size.is_Symbol:
+        return
+    if not (size.is_Add or size.is_Mul):
+        raise TraceError(
+            "a data-dependent size is used as a number", refusal=Refusal.SIZE,
+            why=f"autopart has no formula for it: {size}", where=source_text(line),
+            hint="compute the number from the mask: mask.sum()",
+        )  # fmt: skip
+    for part in size.args:
+        check_formula(part, line)
 
 
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}

@@ -25,7 +25,7 @@ from autopart.ir.graph import argument, operator_name, shape, source_text, tenso
 from autopart.ir.selection import POSITIONS, is_data_dependent
 from autopart.tracing.dynamic.branch_source import Skipped
 from autopart.tracing.dynamic.data_dependent_branches import Marks, check_only_writes
-from autopart.tracing.dynamic.symbolic_scalars import SymbolicScalars, added, is_number, is_open
+from autopart.tracing.dynamic.symbolic_scalars import SymbolicScalars, added, check_formula, is_number, is_open
 from autopart.tracing.python.concrete_constants import tensors_in
 
 aten = torch.ops.aten
@@ -108,6 +108,8 @@ class _Rewriter:
             and all(isinstance(size, int) for tensor in tensors_in(traced) for size in tensor.shape)
         ):
             return
+        for size in (size for tensor in tensors_in(traced) for size in tensor.shape):
+            check_formula(expression(size), node)
         written = self._selection(node) or self._sized(node) or self._mean(node) or node
         if written is node and any(map(is_number, tensor_inputs(node))):
             written = self.numbers.call_with_tensors(node)

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat.symbolic_shape_internals import evaluated, expression
 from autopart.compat.torch_internals import has_values, outside_of_tracing, tree_flatten
+from autopart.ir.graph import HOST_FUNCTION
 from autopart.ir.run.value_guards import InputTensor, Metadata, ValueCall, ValueProgram
 
 _MAKERS = frozenset(
@@ -100,6 +101,8 @@ class ConcreteConstants:
     def note(self, call: Call, inputs: Sequence[Tensor], output: Any) -> None:
         """Record a torch call that returned `output`. `inputs`: the tensors among its arguments."""
         func, args, kwargs = call
+        if getattr(func, "namespace", "") == HOST_FUNCTION:  # it can draw: a guard would draw other numbers
+            return
         name = getattr(func, "__name__", "")
         if name in _SHAPED_LIKE or name in _TYPED_LIKE:
             args, kwargs = _without_model(name, args, kwargs)

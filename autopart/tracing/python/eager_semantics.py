@@ -43,6 +43,7 @@ from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 from autopart.tracing.autograd.tensor_hooks import Rewrites, TracedHookHandle, hook_gradient
 from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
+from autopart.tracing.dynamic.host_functions import HostArray
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
 from autopart.tracing.dynamic.packed_sequences import PackedSequences
@@ -96,6 +97,7 @@ class EagerSemantics(TorchFunctionMode):
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self.drops_caches = False  # True if an output was a key/value cache
         self.origins = WeakIdKeyDictionary()  # {tensor: its ancestors among inputs and module outputs}
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`
@@ -151,6 +153,8 @@ class EagerSemantics(TorchFunctionMode):
             return passing
         if (value := self.decisions.answer((func, args, kwargs), tensors, frame)) is not UNKNOWN:
             return value
+        if func is Tensor.numpy:
+            return HostArray(args[0].detach())
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)

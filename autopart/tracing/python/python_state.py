@@ -6,6 +6,7 @@ A trace has them once, but the program made from it never has them.
 from __future__ import annotations
 
 import random
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ class PythonState:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name, module in self.modules.items():
-            self._restore(name, vars(module), self._before[name])
+            self._restore(name, module, self._before[name])
         self.caches.__exit__()
         now = random_state()
         drawn = [name for name, before in self._started.items() if now[name] != before]
@@ -87,12 +88,16 @@ class PythonState:
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
 
-    def _restore(self, name: str, attributes: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) -> None:
+    def _restore(self, name: str, module: nn.Module, before: Mapping[str, tuple[Any, Any]]) -> None:
+        attributes = vars(module)
         attributes |= {key: before[key][0] for key in _OF_PARAMETERS & before.keys()}
         for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
-            self.changed[f"{name}.{key}".lstrip(".")] = (None, plain_sizes(attributes.pop(key)))
+            new = plain_sizes(_bound_to(module, attributes.pop(key)))
+            is_method = isinstance(new, types.MethodType) and new == getattr(module, key, None)
+            if not is_method:  # a method of its class: a `forward` that was replaced and restored
+                self.changed[f"{name}.{key}".lstrip(".")] = (None, new)
         for key, (value, content) in before.items():
-            now = attributes.get(key)
+            now = _bound_to(module, attributes.get(key))
             if now is value and content is not None and not _same(now, content):
                 self.changed[f"{name}.{key}".lstrip(".")] = (content, plain_sizes(type(now)(now)))
                 _refill(now, content)
@@ -132,6 +137,13 @@ def same_containers(model: nn.Module) -> Iterator[None]:
             for name, value in before.items():
                 if isinstance(value, (*_CONTAINERS, tuple)) and name not in _TORCH_OWN and name in now:
                     now[name] = value
+
+
+def _bound_to(module: nn.Module, value: Any) -> Any:
+    """Return a method of the stand-in that represents a module in a trace as a method of the module."""
+    if isinstance(value, types.MethodType) and getattr(value.__self__, "__dict__", None) is vars(module):
+        return types.MethodType(value.__func__, module)
+    return value
 
 
 def random_state() -> dict[str, Any]:
@@ -190,7 +202,7 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
                 f"{type(model).__name__} draws random numbers from {drawn} in its forward",
                 refusal=Refusal.RANDOM,
                 why="forward() runs once, for the trace: every step would use the numbers drawn there",
-                hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
+                hint="autopart.host_function around the function that draws them and returns tensors; or torch.rand",
             )
 
 
@@ -319,7 +331,7 @@ def check_attributes(
     if numbers or first_tensors or left:
         state.start = {**numbers, **first_tensors}
         state.caches.start = [one._replace(value=tree_map(_zeros, one.value)) for one in left]
-        is_same = _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left))
+        is_same = _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left) or not are_plain)
         if not is_same and not (are_plain and not first_tensors and not left):
             shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
             shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]

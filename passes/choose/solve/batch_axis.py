@@ -8,34 +8,31 @@ gradients are partial sums. So all parameter gradients end as partial sums, whic
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import fx
 
-from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
-from autopart.ir.decisions import Decisions, Strategy, data_strategies
+from autopart.ir.decisions import Decisions, Strategy, data_strategies, replicated
 from autopart.ir.facts import PARAMETER, facts
 from autopart.ir.graph import (
-    describe,
-    display_name,
     is_tensor,
     on_parameters,
-    operator_name,
     shape,
     size_bytes,
     source_of,
     tensor_inputs,
-    value,
 )
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.schedules import Schedule, can_run, schedule_for
+from autopart.ir.run.schedules import WITH_TAIL, Schedule, can_run, schedule_for
 from autopart.ir.selection import is_selection
 from autopart.ir.trace import Trace, batch_size
-from autopart.passes.choose.stages.stage_partition import check_batch
+from autopart.passes.choose.solve.full_batch_tail import mixed_samples_error, tail_of
+from autopart.passes.choose.stages.stage_partition import can_run_tail, check_batch
 from autopart.passes.facts.strategies import can_compute_sharded, sharded_selections, strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
@@ -43,7 +40,9 @@ LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
-def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
+def choose_batch(
+    graph: fx.Graph, num_shards: int, trunk: Mapping[fx.Node, Strategy] = MappingProxyType({})
+) -> dict[fx.Node, Strategy]:
     """Return {operator that depends on a parameter: its strategy on the batch axis}.
 
     Elements selected by a boolean mask cannot be gathered, because ranks select different numbers of elements. If an
@@ -52,11 +51,12 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
     Args:
         graph: annotated graph.
         num_shards: data-parallel ranks times microbatches.
+        trunk: strategies that are chosen already.
     """
     unsharded_selections: set[str] = set()
     selects = any(map(is_selection, graph.nodes))
     while True:
-        chosen = _choose(graph, num_shards, unsharded_selections)
+        chosen = _choose(graph, num_shards, unsharded_selections, trunk)
         if not selects:
             return chosen
         needed = _needed_unsharded(graph, chosen, num_shards) - unsharded_selections
@@ -65,7 +65,9 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
         unsharded_selections |= needed
 
 
-def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) -> dict[fx.Node, Strategy]:
+def _choose(
+    graph: fx.Graph, num_shards: int, unsharded_selections: Set[str], trunk: Mapping[fx.Node, Strategy]
+) -> dict[fx.Node, Strategy]:
     """Choose a batch strategy for each operator in graph order, by the least bytes moved.
 
     Selections in `unsharded_selections` are made from the full batch on every rank.
@@ -74,6 +76,9 @@ def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) ->
     gathered: set[fx.Node] = set()  # values that an earlier operator has already gathered
     cache: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
     for node in on_parameters(graph):
+        if node in trunk:
+            chosen[node] = trunk[node]
+            continue
         options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
         if unsharded_selections:
             options = tuple([s for s in options if not _shards_selected_elements(node, s, unsharded_selections)])
@@ -154,8 +159,8 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], g
     return moved, order
 
 
-def first_batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
-    """Return the first operator that needs the full batch at once, and the input it needs; or None."""
+def batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield each operator that needs the full batch at once, with the input it needs, in graph order."""
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
             at = placement(source, chosen)
@@ -163,61 +168,94 @@ def first_batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> t
                 continue
             step = conversion(at, target)
             if step is None or step.operator not in LOCAL_IN_TIME:
-                return node, source
-    return None
-
-
-def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], microbatches: int) -> None:
-    """Raise StageError if an operator mixes samples, so that microbatches would change the result."""
-    mixed = first_batch_mixing(graph, chosen)
-    if microbatches > 1 and mixed is not None:
-        node, source = mixed
-        reason = "it computes a statistic of the batch"
-        if "split" in operator_name(node) or "chunk" in operator_name(node):
-            reason = "it splits the full batch, and a microbatch has only some samples"
-        reason = reason if facts(node)["pattern"] is not None else "it has no sharding rule"
-        raise StageError(
-            f"the batch cannot be split into {microbatches} microbatches",
-            why=f"{display_name(node)} needs all samples of a value of shape {list(value(source).shape)} at "
-            f"once: {reason}",
-            where=describe(node),
-            hint="microbatches=1 (on a pipeline with schedule='gpipe')",
-        )
-
-
-def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
-    """Return {operator: its strategy on the batch axis}.
-
-    Raises StageError if the batch does not divide, or an operator mixes samples of different microbatches.
-    """
-    # Without samples nothing is split.
-    if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
-        check_batch(batch_size(trace), mesh, microbatches)
-    chosen = _row_strategies(trace, mesh.data_parallel_size * microbatches)
-    check_microbatches(trace.graph, chosen, microbatches)
-    return chosen
-
-
-def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]:
-    return choose_batch(trace.graph, num_shards) if num_shards > 1 else {}
-
-
-def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
-    """Return a copy of the decisions in which a step has one microbatch."""
-    mesh, copied = decisions.mesh, decisions.copied
-    rows = data_strategies(mesh, 1, _row_strategies(trace, 1 if copied else mesh.data_parallel_size), copied)
-    return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
+                yield node, source
 
 
 class BatchSplit(NamedTuple):
     """Split of a batch into microbatches and over data-parallel ranks.
 
-    `copied`: the batch is not sharded over `dp`; every rank of `dp` computes all samples.
+    Attributes:
+        strategies: {operator: its strategy on the data-parallel axes}.
+        copied: the batch is not sharded over `dp`; every rank of `dp` computes all samples.
+        tail: operators that run once, on all microbatches.
+        mixed: the first operator that mixes samples, and the input of which it needs all samples.
     """
 
     microbatches: int
     strategies: Mapping[fx.Node, Strategy]
-    copied: bool
+    copied: bool = False
+    tail: frozenset[fx.Node] = frozenset()
+    mixed: tuple[fx.Node, fx.Node] | None = None
+
+    def on_axes(self, mesh: Mesh) -> dict[str, Mapping[fx.Node, Strategy]]:
+        """Return the entries of `Decisions.strategies` for the data-parallel axes and `MICROBATCH_AXIS`."""
+        return data_strategies(mesh, self.microbatches, self.strategies, self.copied, self.tail)
+
+
+def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSplit:
+    """Choose the batch strategies of all operators, and the operators that run once on all microbatches.
+
+    Args:
+        num_ranks: data-parallel ranks that shard the batch.
+    """
+    if num_ranks * microbatches == 1:
+        return BatchSplit(1, {})
+    chosen = choose_batch(graph, num_ranks * microbatches)
+    mixing = [*batch_mixing(graph, chosen)] if microbatches > 1 else []
+    if not mixing:
+        return BatchSplit(microbatches, chosen)
+    tail = tail_of(chosen, [node for node, _ in mixing])
+    trunk = {node: strategy for node, strategy in chosen.items() if node not in tail}
+    chosen = (
+        choose_batch(graph, num_ranks, trunk)
+        if num_ranks > 1
+        else {**trunk, **dict(zip(tail, map(replicated, tail), strict=True))}
+    )
+    return BatchSplit(microbatches, chosen, False, tail, mixing[0])
+
+
+def batch_strategies(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
+    """Choose the batch strategies of all operators for the microbatches of a schedule.
+
+    Raises StageError if the batch does not divide, or if operators mix samples of different microbatches and the
+    schedule cannot run them once on all microbatches.
+    """
+    microbatches = schedule.microbatches
+    # Without samples nothing is split.
+    if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
+        check_batch(trace, mesh, microbatches)
+    split = split_batch(trace.graph, mesh.data_parallel_size, microbatches)
+    if split.mixed is not None:
+        _check_tail(trace, mesh, schedule, split.mixed, split.tail)
+    return split
+
+
+def _check_tail(
+    trace: Trace, mesh: Mesh, schedule: Schedule, mixed: tuple[fx.Node, fx.Node], tail: Set[fx.Node]
+) -> None:
+    """Raise StageError if operators that mix samples cannot run once on all microbatches.
+
+    Args:
+        mixed: the first of these operators, and the input of which it needs all samples.
+        tail: these operators, and all that depend on them.
+    """
+    num_stages, because, hint = mesh.size("pp") * schedule.virtual_stages, "", "microbatches=1"
+    if schedule.name is not None and not can_run_tail(trace, tail, num_stages):
+        because = ", and too much of the model depends on it to run once on all microbatches"
+    elif schedule.name is not None and schedule.name not in WITH_TAIL:
+        because = f". Operators that mix samples run once on all microbatches, but not with schedule='{schedule.name}'"
+        hint = f"schedule='{WITH_TAIL[0]}', or microbatches=1"
+    elif schedule.name is not None:
+        return
+    raise mixed_samples_error(mixed, schedule.microbatches, because, hint)
+
+
+def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
+    """Return a copy of the decisions in which a step has one microbatch."""
+    mesh, copied = decisions.mesh, decisions.copied
+    split = split_batch(trace.graph, 1 if copied else mesh.data_parallel_size, 1)._replace(copied=copied)
+    strategies = {**split.on_axes(mesh), **decisions.features}
+    return replace(decisions, microbatches=1, strategies=strategies, tail=frozenset())
 
 
 def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
@@ -236,7 +274,7 @@ def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
             name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None
             if name is not None and not can_run(name, num_stages, pp, microbatches):
                 continue
-            chosen = _row_strategies(trace, ranks * microbatches)
-            if microbatches == 1 or first_batch_mixing(trace.graph, chosen) is None:
-                return BatchSplit(microbatches, chosen, ranks < mesh.data_parallel_size)
+            split = split_batch(trace.graph, ranks, microbatches)
+            if not split.tail or (name in WITH_TAIL and can_run_tail(trace, split.tail, num_stages)):
+                return split._replace(copied=ranks < mesh.data_parallel_size)
     raise AssertionError("unreachable: a step of one microbatch is always possible")

@@ -20,14 +20,16 @@ from autopart.errors import StageError
 from autopart.ir.atoms import selections_in
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, expand_blocks
 from autopart.ir.facts import facts
-from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs, tuple_values
+from autopart.ir.graph import active_operators, name_of, shape, size_bytes, source_of, tensor_inputs, tuple_values
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Trace, batch_size
 from autopart.passes.choose.problem import Problem
 from autopart.passes.normalize.batch_norm_forms import INNER
 
 
 def partition(
-    graph: fx.Graph, num_stages: int, folds: DeduplicatedBlocks = (), send_cost: float = 0.0
+    graph: fx.Graph, num_stages: int, folds: DeduplicatedBlocks = (), send_cost: float = 0.0,
+    tail: Set[fx.Node] = frozenset(),
 ) -> Partition:  # fmt: skip
     """Return the best partition of an annotated graph into `num_stages` stages.
 
@@ -36,11 +38,12 @@ def partition(
     Args:
         folds: deduplicated blocks of the trace. Boundary indices count the operators of all blocks.
         send_cost: as in `balance`.
+        tail: as in `find_partition`.
     """
     nodes = active_operators(graph)
-    best = find_partition(nodes, num_stages, folds=folds, send_cost=send_cost)
+    best = find_partition(nodes, num_stages, folds=folds, send_cost=send_cost, tail=tail)
     if best is None:
-        places = num_boundaries(nodes)
+        places = num_boundaries(nodes, tail=tail)
         raise StageError(
             f"the model cannot be split into {num_stages} stages",
             why=f"it has {len(nodes)} operators that depend on parameters, and {places} possible stage "
@@ -52,7 +55,7 @@ def partition(
 
 def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
-    folds: DeduplicatedBlocks = (), send_cost: float = 0.0,
+    folds: DeduplicatedBlocks = (), send_cost: float = 0.0, tail: Set[fx.Node] = frozenset(),
 ) -> Partition | None:  # fmt: skip
     """Return the best partition of the operators that depend on parameters.
 
@@ -63,8 +66,10 @@ def find_partition(
         inside: operator indices at which no stage may begin.
         folds: deduplicated blocks of the trace.
         send_cost: as in `balance`.
+        tail: operators that run on the last stage after all microbatches, so that no stage waits for them.
     """
-    order, sent, works = full_model_indices(nodes, folds), boundary_bytes(nodes), [work(n) for n in nodes]
+    order, sent = full_model_indices(nodes, folds), boundary_bytes(nodes, tail)
+    works = [0.0 if node in tail else work(node) for node in nodes]
     crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
     return balance([works[index] for index in order], crossing, num_stages, begins, send_cost)
 
@@ -95,17 +100,35 @@ def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> l
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
-def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
-    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(boundary_bytes(nodes)) if i)
+def can_run_tail(trace: Trace, tail: Set[fx.Node], num_stages: int) -> bool:
+    """Return True if a pipeline can run these operators once, on all microbatches of its last stage.
+
+    They may have at most half of the FLOPs, because all other stages wait for them.
+    """
+    nodes = active_operators(trace.graph)
+    loads = np.array([work(node) for node in nodes])
+    is_tail = np.array([node in tail for node in nodes])
+    order = full_model_indices(nodes, trace.folds)
+    return (
+        loads[order][is_tail[order]].sum() <= loads[order].sum() / 2
+        and find_partition(nodes, num_stages, folds=trace.folds, tail=tail) is not None
+    )
 
 
-def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
+def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset(), tail: Set[fx.Node] = frozenset()) -> int:
+    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(boundary_bytes(nodes, tail)) if i)
+
+
+def boundary_bytes(nodes: list[fx.Node], tail: Set[fx.Node] = frozenset()) -> list[float]:
     """Return, for each operator, the bytes that would be sent if a stage began at it.
 
     Infinite if no stage can begin at the operator. Then a value that crosses the boundary has no gradient or a
     data-dependent size, or another mode of the model lacks the operator.
+
+    Args:
+        tail: operators that run on the last stage, after all others.
     """
-    position = {node: i for i, node in enumerate(nodes)}
+    position = {node: len(nodes) - 1 if node in tail else i for i, node in enumerate(nodes)}
     last_use: dict[fx.Node, int] = {}
     values: dict[fx.Node, int] = {}
     for node in nodes:
@@ -113,7 +136,7 @@ def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
             source, _ = source_of(used)
             if source in position:
                 values[used] = position[source]
-                last_use[used] = position[node]
+                last_use[used] = max(position[node], last_use.get(used, 0))
     change = np.zeros(len(nodes) + 1)
     blocked = np.zeros(len(nodes) + 1)
     for used, start in values.items():
@@ -122,7 +145,9 @@ def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
         target[start + 1] += weight
         target[last_use[used] + 1] -= weight
     sent, stuck = np.cumsum(change), np.cumsum(blocked)
-    return [math.inf if stuck[i] or _tied_to_mode(node) else float(sent[i]) for i, node in enumerate(nodes)]
+    return [
+        math.inf if stuck[i] or _tied_to_mode(node) or node in tail else float(sent[i]) for i, node in enumerate(nodes)
+    ]
 
 
 def _tied_to_mode(node: fx.Node) -> bool:
@@ -152,8 +177,9 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
     return loads
 
 
-def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
+def check_batch(trace: Trace, mesh: Mesh, microbatches: int) -> None:
     """Raise StageError if the batch does not divide over data-parallel ranks and microbatches."""
+    batch = batch_size(trace)
     parts = mesh.batch_divisor * microbatches
     if batch % parts:
         fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_divisor * m) == 0]
@@ -162,8 +188,17 @@ def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
         inside = f", or {mesh.innermost('positions')} in place of {axes[0]}: it shards the sequence of a sample"
         raise StageError(
             f"a batch of {batch} samples cannot be split into {over}microbatches={microbatches} equal parts",
-            why=f"{batch} is not a multiple of {parts}",
+            why=f"{batch} is not a multiple of {parts}" + _of_a_list(trace, batch),
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
             else f"a batch size that is a multiple of {mesh.batch_divisor}{inside * (batch < mesh.batch_divisor)}",
         )
+
+
+def _of_a_list(trace: Trace, batch: int) -> str:
+    """Describe where the batch size comes from, if it is the first dim of tensors in a list."""
+    names = [facts(node).get("input_name", "") for node in trace.graph.find_nodes(op="placeholder")
+             if shape(node)[:1] == (batch,)]  # fmt: skip
+    if not names or not all(name.rpartition(".")[2].isdigit() for name in names):
+        return ""
+    return f": the first dim of '{names[0]}' counts as the samples, because the tensors of a list are separate inputs"

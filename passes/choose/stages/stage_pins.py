@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from torch import fx
@@ -35,7 +35,7 @@ class StagePins:
 
 def pinned_partition(
     graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: DeduplicatedBlocks = (),
-    send_cost: float = 0.0,
+    send_cost: float = 0.0, tail: Set[fx.Node] = frozenset(),
 ) -> Partition:  # fmt: skip
     """Return the best partition that the pins allow.
 
@@ -44,17 +44,18 @@ def pinned_partition(
     Args:
         folds: deduplicated blocks of the trace, used if there are no stage pins.
         send_cost: as in `balance`.
+        tail: as in `find_partition`.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
     if not every:
-        return partition(graph, num_stages, folds, send_cost)
+        return partition(graph, num_stages, folds, send_cost, tail)
     if "pp" not in mesh.sizes:
         raise OptionError(
             f"the pin {every[0]} is for an axis that the mesh {mesh} lacks: pp", where=pins.where(every[0]),
             hint=f"leave it out, or mesh='pp2,{mesh}'",
         )  # fmt: skip
     nodes = active_operators(graph)
-    best = _partition(nodes, num_stages, _positions(nodes, every, pins), send_cost)
+    best = _partition(nodes, num_stages, _positions(nodes, every, pins), send_cost, tail)
     if best is not None:
         return best
     partition(graph, num_stages)  # raises if the pins are not the cause
@@ -62,11 +63,12 @@ def pinned_partition(
 
 
 def _partition(
-    nodes: list[fx.Node], num_stages: int, pinned: StagePins, send_cost: float = 0.0
+    nodes: list[fx.Node], num_stages: int, pinned: StagePins, send_cost: float = 0.0,
+    tail: Set[fx.Node] = frozenset(),
 ) -> Partition | None:  # fmt: skip
     if pinned.begins & pinned.inside:
         return None
-    return find_partition(nodes, num_stages, pinned.begins, pinned.inside, send_cost=send_cost)
+    return find_partition(nodes, num_stages, pinned.begins, pinned.inside, send_cost=send_cost, tail=tail)
 
 
 def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> StagePins:
