@@ -42,8 +42,9 @@ class HostResults:
         """Return the first rank's results of the next host function. `run`: runs it on this rank."""
         if self.position == len(self.results):
             results = run()
-            for result in results if self.process is not None else ():
-                broadcast_from_first(result, self.process)
+            if self.process is not None:
+                for result in results:
+                    broadcast_from_first(result, self.process)
             self.results.append(results)
         self.position += 1
         return self.results[self.position - 1]

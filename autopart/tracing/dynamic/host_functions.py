@@ -159,10 +159,10 @@ def host_functions(model: nn.Module, known: ConcreteConstants, draws: bool) -> I
                 exchanged[place, name] = host_function(original)
     if draws:
         exchanged |= {(place, name): host_function(getattr(place, name)) for place in _DRAWS for name in _DRAWS[place]}
-        for place in {sys.modules.get(type(module).__module__) for module in model.modules()} - {None}:
-            for name, function in list(vars(place).items()):
+        for users_module in {type(module).__module__ for module in model.modules()} & sys.modules.keys():
+            for name, function in list(vars(sys.modules[users_module]).items()):
                 if isinstance(function, FunctionType) and _draws(function):
-                    exchanged[place, name] = _unless_of_activations(function, known)
+                    exchanged[sys.modules[users_module], name] = _unless_of_activations(function, known)
     with attributes(exchanged), variable(_traced, known):
         yield
 
