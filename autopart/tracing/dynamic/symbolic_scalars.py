@@ -172,6 +172,8 @@ class SymbolicScalars:
         counted = self.count(line, size) if size.is_Symbol else None
         if counted is not None:
             return counted
+        if size.is_Symbol:
+            raise _no_formula(size, line)
         check_formula(size, line)
         first, *others = [self.size(part, line) for part in size.args]
         for other in others:
@@ -184,13 +186,17 @@ def check_formula(size: Any, line: fx.Node) -> None:
     if isinstance(size, int) or size.is_Integer or size.is_Symbol:
         return
     if not (size.is_Add or size.is_Mul):
-        raise TraceError(
-            "a data-dependent size is used as a number", refusal=Refusal.SIZE,
-            why=f"autopart has no formula for it: {size}", where=source_text(line),
-            hint="compute the number from the mask: mask.sum()",
-        )  # fmt: skip
+        raise _no_formula(size, line)
     for part in size.args:
         check_formula(part, line)
+
+
+def _no_formula(size: Any, line: fx.Node) -> TraceError:
+    return TraceError(
+        "a data-dependent size is used as a number", refusal=Refusal.SIZE,
+        why=f"autopart has no formula for it: {size}", where=source_text(line),
+        hint="compute the number from the mask: mask.sum()",
+    )  # fmt: skip
 
 
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
