@@ -216,7 +216,7 @@ def one_block():
 
 
 def test_where_nothing_can_be_recomputed_the_plan_says_so():
-    for recompute, why in (("full", "no repeated blocks"), ("selective", "no product of two activations")):
+    for recompute, why in (("full", "no repeated blocks"), ("selective", "no two products of activations")):
         plan, program = program_of(one_block, "tp2", recompute)
         assert [why in note for note in plan.notes if "recompute" in note] == [True]
         assert regions_of(program) == [{}]

@@ -152,7 +152,7 @@ def test_the_first_ranks_weights_are_taken(case, mesh, lazy):
         return
     (said,) = first
     name = {"seed": "table.weight", "buffer": "scale"}.get(case, "blocks.1.bias")
-    assert f"'{name}' of rank 1 is not that of rank 0" in said
+    assert f"'{name}' of rank 1 differs from that of rank 0" in said
     assert (", and " in said) == (case == "seed")
 
 

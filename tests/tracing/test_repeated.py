@@ -481,6 +481,6 @@ def test_a_fault_in_the_repeats_is_told_and_costs_only_time(monkeypatch):
     model, batch = zoo.gpt2(num_layers=LAYERS)
     whole = full_trace(model, batch)
     monkeypatch.setattr(repeated_blocks.RepeatedBlocks, "_expand", broken)
-    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel that repeat .* longer: ZeroDivisionError: planted"):
+    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel that are equal .* longer: ZeroDivisionError: planted"):
         traced = trace(model, bind_call(model, (), batch))
     assert [str(node) for node in traced.graph.nodes] == [str(node) for node in whole.graph.nodes]
