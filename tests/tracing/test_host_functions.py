@@ -268,3 +268,40 @@ def _trained(meshes: list[str]) -> list[tuple[float, float]]:
 def test_trains_as_one_process_with_the_first_ranks_draws() -> None:
     for distances in dist.run_ranks(_trained, 2, MESHES, timeout_s=300):
         assert max(map(max, distances)) < 1e-10, distances
+
+
+GLOBAL = np.random.RandomState(0)
+
+
+class OwnGenerator(TwoLayers):
+    """Noise from a generator that is not numpy's or Python's global one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.rng, self.python = kind, np.random.default_rng(0), random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = {"attribute": lambda: self.rng.random(), "python": self.python.random, "global": GLOBAL.rand}[self.kind]
+        return (self.run(x) * scale()).square().mean()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("kind", "name"), [("attribute", "self.rng"), ("python", "self.python"), ("global", "GLOBAL")])
+def test_a_draw_from_a_generator_of_the_model_is_refused(kind: str, name: str) -> None:
+    model = OwnGenerator(kind).double()
+    before = model.rng.bit_generator.state, model.python.getstate(), GLOBAL.get_state()[1].tolist()
+    with pytest.raises(TraceError) as caught:
+        autopart.plan(model, "dp2", example_kwargs={"x": torch.randn(ROWS, 8).double()})
+    assert caught.value.refusal is Refusal.RANDOM and f"{name} in its forward" in str(caught.value)
+    assert "autopart.host_function" in str(caught.value)
+    assert before == (model.rng.bit_generator.state, model.python.getstate(), GLOBAL.get_state()[1].tolist())
+
+
+class UnusedDraw(OwnGenerator):
+    def forward(self, x: Tensor) -> Tensor:
+        self.rng.random()
+        return self.run(x).square().mean()
+
+
+def test_a_draw_that_changes_nothing_is_no_matter() -> None:
+    assert autopart.verify(UnusedDraw("").double(), "dp2", example_kwargs={"x": torch.randn(ROWS, 8).double()}).ok

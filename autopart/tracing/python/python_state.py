@@ -5,6 +5,7 @@ A trace has them once, but the program made from it never has them.
 
 from __future__ import annotations
 
+import pickle
 import random
 import types
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from autopart.ir.graph import operator_name
 from autopart.tracing.python.concrete_constants import ConcreteConstants, tensors_in
 from autopart.tracing.python.hidden_tensors import HiddenTensors
 from autopart.tracing.python.layer_settings import is_plain
+from autopart.tracing.python.python_random import OwnGenerators
 from autopart.tracing.python.size_conditions import plain_sizes
 from autopart.tracing.with_loss import users_modules
 
@@ -63,10 +65,13 @@ class PythonState:
         self.caches.__enter__()
         self._before = {name: _copied(vars(module)) for name, module in self.modules.items()}
         self._random = random.getstate(), np.random.get_state(legacy=False)
+        self._own = OwnGenerators(self.modules.items())
+        self._own_before = self._own.states()
         if self.word is not None:
+            self._own.reseed(self.word)
             random.setstate((3, (self.word,) * 624 + (0,), None))
             np.random.set_state(("MT19937", np.full(624, self.word, np.uint32), 0, 0, 0.0))
-        self._started = random_state()
+        self._started = {**_comparable(self._own), **random_state()}
         for name, value in self.start.items():
             path, _, last = name.rpartition(".")
             attributes = vars(self.modules[path])
@@ -82,11 +87,12 @@ class PythonState:
         for name, module in self.modules.items():
             self._restore(name, module, self._before[name])
         self.caches.__exit__()
-        now = random_state()
+        now = {**_comparable(self._own), **random_state()}
         drawn = [name for name, before in self._started.items() if now[name] != before]
         self.drawn = drawn[-1] if drawn else ""
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
+        self._own.restore(self._own_before)
 
     def _restore(self, name: str, module: nn.Module, before: Mapping[str, tuple[Any, Any]]) -> None:
         attributes = vars(module)
@@ -150,6 +156,11 @@ def random_state() -> dict[str, Any]:
     """Return the states of Python's and numpy's global random generators, by module name."""
     _, words, *rest = np.random.get_state()
     return {"random": random.getstate(), "numpy.random": (np.asarray(words).tobytes(), *rest)}
+
+
+def _comparable(generators: OwnGenerators) -> dict[str, Any]:
+    """Return {name: state} of a model's own generators, as bytes: states contain arrays."""
+    return {name: pickle.dumps(state) for name, state in generators.states().items()}
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
