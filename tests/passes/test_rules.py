@@ -122,7 +122,7 @@ def repeats_an_operand(node: fx.Node) -> bool:
     return len(set(tensor_inputs(node))) < len(tensor_inputs(node))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.whole), 3])
 @pytest.mark.parametrize("number", range(len(WITH_ITSELF)), ids=lambda number: str(WITH_ITSELF[number]))
 def test_one_tensor_may_be_several_operands(number, num_ranks):
     """A strategy converts the tensor to a placement per operand: `searchsorted(v, v)` needs v sharded and whole."""

@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant("passes/rules/operators/indexing_rules.py", 'table_first = operator_name(node) == "aten::searchsorted"',
            "table_first = len(set(inputs)) == 2 and operator_name(node) == 'aten::searchsorted'", RULES),
     Mutant("passes/facts/strategies.py", "unsharded = R if factor == pattern.lookup and pattern.all_reduces else P",
-           "unsharded = R if factor == pattern.lookup and not pattern.linear else P", RULES),
+           "unsharded = R if factor == pattern.lookup else P", RULES),
     Mutant("autopart/ir/pattern.py", 'return " -> ".join(map(", ".join, values))',
            'return " => ".join(map(", ".join, values))', RULES + " golden pipeline_passes"),
     # the writer
