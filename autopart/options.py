@@ -71,7 +71,7 @@ class PlanOptions(SearchOptions, total=False):
 
 
 class RunOptions(PlanOptions, total=False):
-    """Options of `parallelize`, which takes all options."""
+    """Options of `parallelize` and `verify_loop`: all options in the table `Options`."""
 
     rng: Rng | None
     local_batch: bool | None

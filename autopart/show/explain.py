@@ -196,7 +196,11 @@ def _unsharded(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    """Describe the solver's cost of the layouts, and the proven bound on cheaper ones."""
+    """Describe the cost of the chosen layouts, and their proven optimality gap.
+
+    The gap is relative to the cost. The solver has proven that no other layouts are cheaper by more than the gap.
+    If several mesh axes have layouts to choose, the proof is for one axis, with the layouts on the other axes fixed.
+    """
     cost = plan.cost
     if "work_share" not in cost:
         return ""

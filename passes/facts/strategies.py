@@ -205,10 +205,17 @@ def _at_experts(
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: bool = False) -> bool:
-    """Return True if an axis may use this strategy, given the weights that the strategy shards.
+    """Return True if the mesh axis may shard weights as this strategy of an operator shards them.
 
-    An axis for features may shard all weights. Other axes may shard a weight only along a dim that all activations and
-    outputs have too (such as an added position table). An axis for experts may also shard the expert dim of a weight.
+    - A features axis (such as `tp`) may shard every weight.
+    - Any other axis may shard a weight along a dim that an activation operand and an output of the operator have too.
+      For example, `cp` may shard an added position table along the sequence.
+    - An experts axis (`ep`) may also shard a weight along its expert dim.
+    - Only axes that shard features or experts may shard an operator that has no operands but weights.
+
+    Args:
+        cuts: what the axis shards (`Axis.cuts`).
+        cuts_experts: True if the axis can also shard the experts of the operator's mixture.
     """
     if cuts == "features":
         return True

@@ -108,10 +108,15 @@ class _Region:
         return True
 
     def _of_rows(self, node: fx.Node, used: fx.Node) -> fx.Node:
-        """Return an operand of an operator on dispatched tokens, with one row per token.
+        """Return the operand `used` with one row per dispatched token, for an operator on dispatched tokens.
 
-        A per-token bias that is looked up by expert index is looked up again after the dispatch. All other operands are
-        dispatched.
+        - If an operator on dispatched tokens has already computed the operand, return that result.
+        - If the operand is `bias[expert_index]`, dispatch the expert indices, and look up the biases by these indices.
+        - Otherwise dispatch the rows of the operand.
+
+        Args:
+            node: the operator. New nodes are inserted in the graph before it.
+            used: operand in the model, with one row for each expert of each token.
         """
         if used in self.own:
             return self.own[used]

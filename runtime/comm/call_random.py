@@ -51,7 +51,11 @@ class HostResults:
 
 
 def has_host_functions(program: Program) -> bool:
-    """Return True if the prologues run host functions."""
+    """Return True if the program calls numpy or Python functions that can draw random numbers.
+
+    Such host functions depend on no activation. Each call of the model runs them on the global batch, before the
+    microbatches run.
+    """
     return any(map(is_host_draw, program.drawn))
 
 

@@ -26,11 +26,15 @@ _LARGE = 2**24
 def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """Rewrite a stage so that it uses the structure of masks that depend on no input.
+    """Replace the constant attention masks of a stage by their structure, such as causal.
 
-    The stage does not compute these masks any more.
+    A mask is constant if no model input or buffer affects it. This function detects the structure of each constant
+    mask once. Attention then uses the structure, and not the mask tensor. If a constant mask has no such structure,
+    attention still uses the mask tensor.
 
-    Returns the stage, and the names of these masks, which later calls need not inspect.
+    Returns:
+        The rewritten stage, and the names of all its constant masks. The caller need not detect the structure of these
+        masks again in each call of the stage.
     """
     masks, inputs, graph = input_independent_masks(stage)
     names = frozenset(mask.name for mask in masks)

@@ -349,7 +349,8 @@ def _check_all_stages(name: str, spec: ShardSpec) -> None:
     if _is_of_stage(spec):
         raise UsageError(
             f"{name}() of '{spec.name}' is not supported under pp",
-            why="a rank holds the parameters of its own stages, so a loop over them differs between ranks",
+            why="a rank holds only the parameters of its own stages, so a loop over parameters would miss those of "
+            "other stages",
             hint="pm.summed(fn) to add fn(parameter) over all stages; pm.grad_norm(), pm.full_grads() or "
             "pm.full_state_dict(); p.to_local() for this rank alone",
         )

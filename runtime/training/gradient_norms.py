@@ -199,10 +199,17 @@ def _norm(
 
 
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
-    """All-gather a `_Row` of each rank of this model; with `of_one`, only of ranks of this stage.
+    """All-gather one `_Row` (the values of one rank) from each rank that takes part in a norm.
 
-    If data ranks have different weights (`dp_sync`), only ranks with this rank's weights take part. The all-gather is
-    an all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values bitwise unchanged.
+    The all-gather is an all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values bitwise
+    unchanged.
+
+    Args:
+        row: this rank's values. The function replaces its field `norm`.
+        norm: norm of this rank's shards, a scalar.
+        process: this rank. If replicas may have different weights (`dp_sync`), rows of ranks with other weights are
+            dropped.
+        of_one: True if only the ranks of this rank's pipeline stage exchange values; False for all ranks of the mesh.
     """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)

@@ -107,7 +107,14 @@ def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -
 
 
 def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], depth: int) -> Any:
-    """Trace a transform alone and call its operators. `depth`: 1 for a reverse-mode transform, else 0."""
+    """Trace a `torch.func` transform into a graph of its own, then run its operators in the model's trace.
+
+    Args:
+        original: torch's function that implements the transform.
+        args, kwargs: arguments of `original`.
+        depth: 1 if the transform is in reverse mode (such as `grad`), else 0. The count of nested reverse-mode
+            transforms starts from it.
+    """
     leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs: list[Any] = []
