@@ -42,7 +42,9 @@ def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
 
 
 class OwnGenerators:
-    """Random generators that a model creates: in attributes of its modules, and in globals of the files of its classes.
+    """Random generators that a model creates.
+
+    They are attributes of its modules, or globals of the files that define its classes.
 
     >>> class Noisy(nn.Module):
     ...     def __init__(self):
