@@ -172,6 +172,24 @@ def test_two_lengths_that_were_equal_need_a_trace_when_they_differ():
     assert derived[:2] == [False] * 2 and derived[2:5] == [True, True, False] and derived[-1]
 
 
+class ByRows(nn.Module):
+    """Its Python decides by the number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x).reshape(x.shape[0] * x.shape[1], 4)
+        return (h.sin() if x.shape[0] > 5 else h).square().mean()
+
+
+def test_a_size_that_calls_with_equal_decisions_share_is_a_guard():
+    sizes = [(8, 24), (8, 64), (8, 48), (4, 32), (6, 40)]  # the calls with more than 5 samples have 8
+    batches = [{"x": torch.randn(rows, length, 4).double()} for rows, length in sizes]
+    assert not derived_and_traced(ByRows().double(), "tp2", batches)[-1]
+
+
 class Widened(nn.Module):
     """Its Python number `extra` becomes an integer of the graph, as a size would."""
 

@@ -108,16 +108,15 @@ class CallFamily(Generic[Traced]):
         self._templates.clear()
 
     def neighbours(self, sizes: Sizes) -> Iterator[list[Sizes]]:
-        """Yield sets of traced calls whose sizes enclose a call's. In each set, few dims vary."""
+        """Yield sets of traced calls that may serve a call. The first sets share most of its sizes."""
         by_dims = defaultdict[frozenset[int], list[Sizes]](list)
         for call, traced in self.calls.items():
             if self.holds(traced):
                 by_dims[frozenset(dim for dim, size in enumerate(call) if size != sizes[dim])].append(call)
         for dims in sorted(filter(None, by_dims), key=len):
             calls = [call for found, others in by_dims.items() if found <= dims for call in others]
-            if all(min(c[dim] for c in calls) <= sizes[dim] <= max(c[dim] for c in calls) for dim in dims):
-                shards = self.num_shards(self.calls[calls[0]])
-                yield from self._alike([call for call in calls if _divisors(call, shards) == _divisors(sizes, shards)])
+            shards = self.num_shards(self.calls[calls[0]])
+            yield from self._alike([call for call in calls if _divisors(call, shards) == _divisors(sizes, shards)])
 
     def _alike(self, calls: Sequence[Sizes]) -> Iterator[list[Sizes]]:
         """Divide calls into groups in which the model's Python takes the same branches."""
@@ -137,10 +136,10 @@ class CallFamily(Generic[Traced]):
             try:
                 if len(calls) < 2:
                     raise error
+                if not all(min(known) <= size <= max(known) for size, *known in zip(sizes, *calls, strict=True)):
+                    raise NotDerivable("a size is smaller or larger than in all traced calls")
                 variables = _Variables.of(calls)
                 values = variables.values(sizes)
-                if not all(low <= value <= high for low, value, high in _ranges(variables, calls, values)):
-                    raise NotDerivable("a size is smaller or larger than in all traced calls")
                 template, conditions = self._template(purpose, calls, variables)
                 conditions.check(values)
                 return template.at(values), self.calls[calls[0]]
@@ -168,9 +167,3 @@ class CallFamily(Generic[Traced]):
 
 def _divisors(sizes: Sizes, num_shards: Sizes) -> list[int]:
     return [math.gcd(size, shards) for size, shards in zip(sizes, num_shards, strict=True)]
-
-
-def _ranges(variables: _Variables, calls: Sequence[Sizes], values: Sizes) -> Iterator[tuple[int, int, int]]:
-    for number, value in enumerate(values):
-        known = [variables.values(call)[number] for call in calls]
-        yield min(known), value, max(known)
