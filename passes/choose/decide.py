@@ -1,4 +1,4 @@
-"""Decisions of a plan: shard the batch, solve layouts axis by axis, choose stage boundaries."""
+"""Choice of a plan: shard the batch, solve layouts axis by axis, and choose stage boundaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopart.passes.pass_pipeline import driven
 
 
 class SolvedDecisions(NamedTuple):
-    """The decisions of a plan, and for each axis the problem that was solved and its solution."""
+    """Decisions of a plan, with the solver's problem and solution for each mesh axis."""
 
     decisions: Decisions
     solved: Mapping[str, tuple[ShardingProblem, Sharding]]
@@ -95,9 +95,9 @@ def _solve(
 
 @driven(notes=decision_notes)
 def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """Choose stages and microbatches for `problem`, and take the layouts from `decisions`.
+    """Return `decisions` with new stage boundaries and microbatches, chosen for `problem`.
 
-    No layout problem is solved.
+    The layouts stay: no layout problem is solved.
     """
     split = batch_strategies(problem.trace, problem.mesh, problem.schedule)
     return replace(
@@ -119,12 +119,12 @@ def _cuts(problem: Problem, tail: frozenset[fx.Node]) -> tuple[int, ...]:
 def stages_from_boundaries(
     trace: Trace, cuts: tuple[int, ...], num_stages: int, tail: frozenset[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Map every active operator (one that depends on parameters) to its stage.
+    """Return {operator that depends on parameters: its pipeline stage}.
 
     Args:
-        cuts: index of each stage's first operator, except the first stage's. Indices count the operators of the full
-            model, with all repeated blocks.
-        tail: operators that run once on all microbatches, on the last stage.
+        cuts: index of the first operator of stages 1, 2, ... Indices count the operators of the full model, even if the
+            trace contains only one of several equal blocks.
+        tail: operators that run once for all microbatches, such as a contrastive loss. They are on the last stage.
     """
     nodes, stages = active_operators(trace.graph), dict[fx.Node, int]()
     for at, index in enumerate(full_model_indices(nodes, trace.folds)):
@@ -134,9 +134,9 @@ def stages_from_boundaries(
 
 
 def boundary_operators(problem: Problem) -> list[str]:
-    """Return the keys of the last operator before and the first after each stage boundary.
+    """Return, for each stage boundary, the keys of the operators directly before and after it.
 
-    Keys are those of the full model, with all repeated blocks.
+    The keys are names in the full model, even if the trace contains only one of several equal blocks.
     """
     folds = problem.trace.folds
     keys = (facts(node)["key"] for node in active_operators(problem.graph))

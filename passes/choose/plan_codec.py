@@ -1,7 +1,8 @@
-"""Conversion between decisions and plan entries: `encode` writes a plan, `decode` reads it.
+"""Conversion between decisions (objects) and plan entries (text), by `encode` and `decode`.
 
-`decode(encode(decisions)) == decisions`, so a plan from a file gives the identical program without solving anything. A
-plan also applies to calls with other shapes of the same model: `decode` fits it to their shapes.
+`decode(encode(decisions)) == decisions`, so a plan from a file gives the identical program, and nothing is solved.
+A
+plan also applies to calls of the model with other input shapes: `decode` then adapts the decisions to these shapes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from autopart.plans.plan import Plan
 T = TypeVar("T")
 
 OnAxes = Mapping[str, str]
-"""{axis: strategy of an operator, as a plan writes it}"""
+"""{axis: strategy of an operator, as text of a plan}"""
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     }
     default_groups = {
         facts(node)["group"] for node in nodes.values()
-    } - listed_groups  # replicated throughout: the default
+    } - listed_groups  # replicated on all axes, which is the default
     keep = {name for key in fixed_keys for name in (*names_of(trace.folds, key), facts(nodes[key])["group"])}
     operators_: dict[str, dict[str, Any]] = {
         name: {**dict(on_axes), **({"keep": True} if name in keep else {})}
@@ -100,9 +101,9 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
 
 
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
-    """Return the `(axis, placement)` pairs of a parameter.
+    """Return the layout of a parameter as `(axis, placement)` pairs, for the plan.
 
-    Replicated placements on batch axes and on storing axes are left out: they are the default.
+    `R` on batch axes and on axes over which ZeRO stores parameters is left out, because it is the default there.
     """
     features = decisions.mesh.chosen
     joined = (axis for axis in decisions.stored.get(name, {}) if decisions.mesh.stores(axis))
@@ -112,9 +113,10 @@ def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...
 
 
 def _by_pattern(entries: Mapping[str, tuple[str, T]], folds: DeduplicatedBlocks) -> dict[str, T]:
-    """Compress `{name: (pattern, text)}` to `{pattern or name: text}`.
+    """Merge the entries of repeated blocks: `{name: (pattern, text)}` becomes `{pattern or name: text}`.
 
-    A pattern gets the most frequent text of its names. Names with another text get their own entry.
+    A pattern such as `layers.*.weight` gets the text that most of its names have. Names with another text get their own
+    entry.
     """
     groups: dict[str, dict[str, T]] = defaultdict(dict)
     for name, (pattern, text) in entries.items():
@@ -141,7 +143,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
-    """Apply the plan's sequence order (zigzag or contiguous) and its sequence dims to the trace."""
+    """Apply the sequence dims of the plan to the trace, and its order of shards (zigzag or contiguous)."""
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
         set_zigzag(trace, any("zigzag" in text for text in texts))
@@ -150,7 +152,7 @@ def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
 
 @driven(notes=decision_notes)
 def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] | None = None) -> Decisions:
-    """Return the decisions that a plan holds for this trace.
+    """Return the decisions of a plan, applied to this trace.
 
     The plan may come from another call or mode of the model (other shapes, without the loss, with dropout). This
     function then applies the entries that fit the trace. For operators that the plan does not list, the solver chooses
@@ -158,8 +160,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     size.
 
     Args:
-        decided: `{operator: {axis: strategy}}` from `decided_by` of an earlier trace. These strategies are not chosen
-            again.
+        decided: `{operator: {axis: strategy}}` from `decided_by` of an earlier trace. The function reuses these
+            strategies.
 
     Raises PlanError with the line of the plan that does not fit, and the reason.
     """
@@ -213,7 +215,10 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
-    """Return True if the plan comes from a trace with these inputs, shapes, mode and autocast."""
+    """Return True if the plan comes from a trace like this one.
+
+    Inputs, shapes, mode (train or eval) and autocast must be equal.
+    """
     shapes = {name: list(t.shape) for name, t in zip(trace.call.names, trace.call.tensors, strict=True)}
     planned = {name: list(entry["shape"]) for name, entry in plan.inputs.items()}
     same = plan.model.get("mode") == trace.mode and plan.autocast == trace.autocast
@@ -221,7 +226,7 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
-    """Return `{operator: {axis: strategy}}` in graph order, for `decode` with other traces of the model."""
+    """Return `{operator: {axis: strategy}}` in graph order. `decode` can reuse it for other traces."""
     nodes, chosen = on_parameters(trace.graph), decisions.features
     return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 
@@ -238,10 +243,10 @@ def _check_rules(plan: Plan) -> None:
 
 
 def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mapping[str, Layout]) -> dict[str, Placement]:
-    """Return {parameter: its placement on `axis`} from the plan.
+    """Read from the plan {parameter: its placement on `axis`}.
 
     Args:
-        others: layouts of the parameters on the axes that are decoded already.
+        others: {parameter: its layout on the axes that were read before}.
     """
     known = {*trace.parameters, *map(pattern_of, trace.parameters)}
     for name in plan.parameters:
@@ -275,9 +280,9 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 def _check_cut_again(
     plan: Plan, constraints: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
 ) -> None:
-    """Raise PlanError if several axes shard one dim of a parameter.
+    """Raise PlanError if the plan shards a dim of a parameter over several axes.
 
-    A dim of experts is allowed if it is large enough.
+    Exception: several axes may shard a dim that counts experts, if there are enough experts.
     """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
@@ -294,10 +299,10 @@ def _fit_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     constraints: AxisConstraints,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """Return strategies on an axis: the plan's if they fit this trace, else solved ones.
+    """Return {operator: strategy on `axis`}: the plan's strategy if it fits this trace, else a solved one.
 
     Args:
-        constraints: pins, and shardings over the axes that are decoded already.
+        constraints: the user's pins, and the shardings over the axes that were read before.
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
@@ -322,10 +327,11 @@ def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     constraints: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
-    """Return the strategies of the operators on one axis, as the plan records them.
+    """Read the strategies of the operators on one axis from the plan.
 
-    The trace must be the one that the plan was made for. Raises PlanError for a strategy that the operator's rule
-    does not allow, or an unknown operator.
+    The trace must be the one that the plan was made for. Raises PlanError for an unknown operator, or for a strategy
+    that
+    the operator's sharding rule does not allow.
     """
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
@@ -351,7 +357,7 @@ def _read_strategies(
 def _is_cast(name: str) -> bool:
     """Return True if an operator of this name is a cast.
 
-    The dtype option adds or removes casts, so a plan may name casts that the trace lacks.
+    A plan may name casts that the trace lacks, because the precision option adds and removes casts.
     """
     return name.rpartition("/")[2].partition("#")[0] in (CAST, "to", "_to_copy")
 
@@ -377,9 +383,10 @@ def _follow_weights(
     stored: Mapping[str, Placement],
     chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:
-    """Return the strategy if it fits the stored weights, else the most similar strategy that fits them.
+    """Return the strategy if it fits the stored weights, else the most similar option that fits them.
 
-    A user may have edited the layouts of weights in the plan. The most similar strategy changes the fewest placements.
+    A strategy may not fit because a user has edited the layouts of weights in the plan. The most similar strategy
+    changes the fewest placements.
     """
     if _fits_weights(node, strategy, stored, chosen):
         return strategy
@@ -388,7 +395,7 @@ def _follow_weights(
 
 
 def fits_weights(node: fx.Node, decisions: Decisions, axis: str, chosen: Mapping[fx.Node, Strategy]) -> bool:
-    """Return True if a node's strategy on an axis uses its weights in their stored placements."""
+    """Return True if a node's strategy on an axis fits the placements in which its weights are stored."""
     names = {str(source.target) for source in tensor_inputs(node) if facts(source)["role"] == PARAMETER}
     return _fits_weights(node, chosen[node], {name: decisions.place(name, axis) for name in names}, chosen)
 
@@ -405,9 +412,9 @@ def _fits_weights(
 
 
 def _contradicts_storage(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
-    """Return True if the strategy shards a weight on another dim than the weight is stored.
+    """Return True if the strategy shards a weight along another dim than its stored placement does.
 
-    The plan's entry with this operator's name was then written for another operator.
+    Then the plan's entry of this name belongs to a different operator.
     """
     weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
                if facts(s)["role"] == PARAMETER]  # fmt: skip
@@ -426,15 +433,14 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
 def _read_cuts(
     trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str], tail: Set[fx.Node]
 ) -> tuple[int, ...]:
-    """Return the index of each stage's first operator, from stage 1 on.
+    """Return the indices of the first operators of stages 1, 2, ...
 
     Indices count only operators that depend on parameters.
 
     Args:
-        same_trace: the plan was made for this very trace.
-        order: operator keys of an earlier trace. If a stage's first operator is missing in this trace, the stage
-            begins
-            at the next operator of `order` that exists.
+        same_trace: True if the plan was made for this very trace.
+        order: operator keys of an earlier trace. If this trace lacks the first operator of a stage, the stage begins at
+            the next operator of `order` that this trace has.
     """
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Input of the planner: an annotated trace, its mesh and schedule, and the user's options and pins."""
+"""Input of the planner: an analyzed trace, the mesh, the schedule, and the user's options and pins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopart.plans.pins import Pins
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An annotated trace, the options of its plan, and cached properties computed from them."""
+    """Input of the planner. Properties that are computed from it are cached."""
 
     trace: Trace
     mesh: Mesh
@@ -54,7 +54,7 @@ class Problem:
 
     @cached_property
     def pinned(self) -> Mapping[str, AxisConstraints]:
-        """Map each axis that is solved to its layout pins, in the order of solving.
+        """The user's layout pins by axis, in the order in which the solver handles the axes.
 
         Pins are checked even if no axis is solved. Raises LayoutError or OptionError for a pin that no plan can follow.
         """

@@ -1,11 +1,13 @@
-"""Activation recomputation: find the regions of stage graphs that the backward recomputes.
+"""Activation checkpointing: find the regions of stage graphs that the backward recomputes.
 
-`"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are saved.
+A region is a list of calls that run under one `torch.utils.checkpoint`. Only its inputs are saved for backward.
+
+`"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block of a stage is a region.
 `"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): each attention core is a region, because it has
 large activations and little compute. An attention core begins with a product of two activations (queries and keys). It
 contains all following operators without a weight (scale, mask, softmax, dropout). It ends with the next product (times
-values). Fused attention saves none of these activations, so it has no region. The same holds for attention that is
-fused only in the stage graph.
+values). Fused attention saves none of these activations, so it has no region, even if it is fused only in the stage
+graph.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.run.recompute_spec import Recompute, check_names, recompute_mode_of, recompute_modes_of
 
 Groups = Mapping[str, str]
-"""{key of an operator: name of the group of operators that is recomputed together}"""
+"""{key of an operator: name of its group}. The operators of a group are recomputed together."""
 
 Region = list[fx.Node]
 
@@ -44,9 +46,10 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 
 
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
-    """Return a function that writes `region` (a number from 0) on the recomputed calls of a stage graph.
+    """Return a function that finds the regions of a stage graph and writes their numbers on the nodes.
 
-    The function also moves the nodes of each region next to each other, so that a region can run as one call.
+    The number of a region is the fact `region`. The function also moves the nodes of each region next to each other, so
+    that a region can run as one call.
     """
     full_blocks, core_of = _recompute_groups(traced, recompute)
 
@@ -60,10 +63,10 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 
 
 def _recompute_groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
-    """Return the recomputed operators as two dicts, one for mode "full" and one for mode "selective".
+    """Return the operators to recompute as two dicts, one for the mode "full" and one for "selective".
 
-    - First dict: {operator: its block}. The value is "" if the block is not recomputed.
-    - Second dict: {operator of a recomputed attention core: key of the core}.
+    - Full: {operator: its repeated block}. The block is "" if it is not recomputed.
+    - Selective: {operator of an attention core: key of the core}.
     """
     words = recompute_modes_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
@@ -150,13 +153,16 @@ def _is_in(key: str, paths: Sequence[str]) -> bool:
 
 
 def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
-    """Return a list of regions: the longest sequences of a stage's calls that belong to one block."""
+    """Return the regions of the repeated blocks of a stage.
+
+    A region contains the consecutive calls of one block in the stage graph.
+    """
     runs: list[Region] = []
     traced_calls: set[fx.Node] = set()
     current, between = "", list[fx.Node]()
     for node in _calls(graph):
         key = _key(node)
-        if key not in block_of:  # a conversion or an input-only value, inserted before its first use
+        if key not in block_of:  # a conversion or input-only value, which precedes its first use
             between.append(node)
             continue
         traced_calls.add(node)
@@ -169,12 +175,12 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 
 
 def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
-    """Return the calls of a region to recompute: the block's operators, and calls that depend on them.
+    """Return the calls of a region that the backward recomputes.
 
-    Other calls of the region, such as conversions of its inputs, are not recomputed, and their outputs are saved. One
-    exception is a call whose output is larger than its inputs and is used only in the region, such as the all-gather
-    of a weight: it is recomputed. If another stage sent a value in shards, the value is gathered once, before the
-    region.
+    They are the block's operators, and calls that depend on them. Other calls of the region, such as layout conversions
+    of its inputs, are not recomputed, and their outputs are saved. Exception: a call is recomputed if its output is
+    larger than its inputs and is used only in the region, such as the all-gather of a weight. If a value was received
+    from another stage as shards, it is gathered once, before the region.
     """
     members = traced_calls.intersection(run)
     for node in run:
@@ -192,7 +198,10 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _key(node: fx.Node) -> str:
-    """Return the key of the traced operator that a call was generated for; "" for a conversion."""
+    """Return the key of the traced operator from which a call of the stage graph was generated.
+
+    "" for a layout conversion, which has no traced operator.
+    """
     source, _ = source_of(node)
     return "" if operator_name(source) in _CONVERSIONS else facts(source).get("key", "")
 
@@ -201,9 +210,10 @@ def _key(node: fx.Node) -> str:
 
 
 def cores(traced: fx.Graph) -> dict[str, str]:
-    """Map the key of each operator in an attention core to the key of the core's first operator.
+    """Return {key of an operator in an attention core: key of the core's first operator}.
 
-    A core is everything between two products of activations in one block, including both products.
+    A core begins and ends with a product of two activations, and contains everything between the two products. All
+    belong to one block.
     """
     weights, block_of = _weights(traced), blocks(traced)
     products = {node for node in active_operators(traced) if matrix_work(node)}
@@ -226,7 +236,7 @@ def cores(traced: fx.Graph) -> dict[str, str]:
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
-    """Return parameters, and nodes computed from parameters alone without a matrix product."""
+    """Return all parameters, and all nodes computed from parameters alone without a matrix product."""
     weights: set[fx.Node] = set()
     for node in traced.nodes:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
@@ -243,7 +253,7 @@ def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
-    """Return the attention cores of a stage as lists of calls, including the collectives inside of them."""
+    """Return the calls of each attention core of a stage graph, including collectives inside the core."""
     calls = _calls(graph)
     members: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(calls):
@@ -259,7 +269,7 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
 
 
 def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
-    """Return `nodes` and all nodes of `span` on a path between two of them, in graph order."""
+    """Return `nodes`, and all nodes of `span` on a path from one of `nodes` to another, in graph order."""
     after, before = set(nodes), set(nodes)
     for node in span:
         if not after.isdisjoint(node.all_input_nodes):
@@ -271,9 +281,9 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
 
 
 def _contiguous_regions(graph: fx.Graph, regions: list[Region]) -> list[Region]:
-    """Reorder the graph so that the nodes of each region are adjacent. Return the regions.
+    """Reorder the graph so that the nodes of each region are adjacent. Return the reordered regions.
 
-    Regions that depend on each other cannot be made contiguous, and are left out.
+    Two regions that each depend on the other cannot be made contiguous, and are left out.
     """
     if not regions:
         return []
@@ -289,6 +299,6 @@ def _contiguous_regions(graph: fx.Graph, regions: list[Region]) -> list[Region]:
     if waiting:
         return _contiguous_regions(graph, [region for region in regions if place[region[0]] not in waiting])
     *first, _ = [node for number in nx.lexicographical_topological_sort(order) for node in members[number]]
-    for node in first:  # keep the original order elsewhere
+    for node in first:  # keep the original order of all other nodes
         graph.output_node().prepend(node)
     return regions

@@ -1,1 +1,1 @@
-"""Reasons and notes of a plan, and errors for axes that cannot shard a model."""
+"""Explanations of a plan (`plan.why`), notes for the user, and errors for unusable mesh axes."""

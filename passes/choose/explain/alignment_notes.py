@@ -1,4 +1,4 @@
-"""Notes of a plan on weights whose sizes are slow on matrix units (tensor cores)."""
+"""Notes for the user on weights whose sizes are slow on tensor cores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autopart.ir.layout import shard_sizes
 from autopart.ir.trace import Trace
 
 LEAST_SHARE = 0.02
-"""A product with a smaller share of the matrix FLOPs gets no note."""
+"""Minimum share of the model's matrix FLOPs for which a matrix product gets a note."""
 
 
 def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> tuple[str, ...]:
-    """Return a note for each 16-bit matrix with a local dim that is not a multiple of 8.
+    """Return a note for each 16-bit weight matrix whose shard has a dim that is not a multiple of 8.
 
-    Repeated blocks share a note. Empty if the hardware profile has no penalty for unaligned products.
+    Repeated blocks share a note. The result is empty if the hardware profile has no penalty for unaligned products.
     """
     if hardware.matmul_unaligned >= 1:
         return ()
@@ -41,7 +41,7 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
 def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
     """Return `{weight: {16-bit dtype: FLOPs of the matrix products with this weight}}`.
 
-    Products without a weight are counted under the name "".
+    Products of two activations are counted under the name "".
     """
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node, weight in weighted(active_operators(graph)):
@@ -60,7 +60,10 @@ def _skip_unary_operators(node: fx.Node) -> fx.Node:
 
 
 def _misaligned_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each misaligned dim of a matrix: the dim, its size, the required divisor, and the slowdown."""
+    """Yield (dim, size, divisor, slowdown) for each dim of a weight matrix whose shards are not aligned.
+
+    The size of an aligned dim is a multiple of `divisor`: 8 times the number of ranks that shard it.
+    """
     full = trace.parameters[name].shape if name in trace.parameters else ()
     for dim, size in enumerate(full if len(full) == 2 else ()):
         ranks = 1

@@ -1,4 +1,4 @@
-"""Errors for mesh axes that can shard nothing of a model."""
+"""Errors for mesh axes that cannot shard any operator of a model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
 
 
 def _looped_expert_products(trace: Trace) -> list[fx.Node]:
-    """Return the matrix products of experts that a Python loop runs one after another."""
+    """Return the matrix products of experts that the model calls one by one in a Python loop."""
     return [n for n in matrix_products(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
-    """Return notes on experts that an expert axis cannot shard, because a loop runs them one by one."""
+    """Return notes for the user on experts that an expert axis cannot shard.
+
+    The reason is that a Python loop calls these experts one by one.
+    """
     axes, looped = mesh.along("experts"), _looped_expert_products(trace)
     if not axes or not looped:
         return []
@@ -73,15 +76,15 @@ def check_axes_divide(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
     named: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Raise LayoutError for an axis that shards nothing of the model.
+    """Raise LayoutError for a mesh axis that cannot shard any operator of the model.
 
-    Context axes and expert axes have separate checks. A feature axis (`tp`) must shard a matrix product. If the user
-    pins layouts, a feature axis may also shard no product, if its size divides a dim of a weight.
+    A feature axis (`tp`) must shard a matrix product. Exception: the user pins layouts, and the size of the axis
+    divides a dim of a weight. `check_context_axis` and `check_experts` check the axes `cp` and `ep`.
 
     Args:
-        chosen: strategies by axis.
-        pinned: the user pins layouts.
-        named: {input: sequence dim}, as the user passed it.
+        chosen: {axis: {operator: its strategy}}.
+        pinned: True if the user pins layouts.
+        named: the option `sequence_dims`, {input: its sequence dim}.
     """
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":
@@ -110,7 +113,7 @@ def check_axes_divide(
             for s in shape(source)
         }
     )
-    divides = any(size % ranks == 0 for size in sizes) or not sizes  # no sizes: the model computes the weights
+    divides = any(size % ranks == 0 for size in sizes) or not sizes  # without sizes, the model computes the weights
     if divides and (pinned or any(chosen[axis][n].factor for n in products)):
         return
     if divides:

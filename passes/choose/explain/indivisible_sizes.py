@@ -1,4 +1,4 @@
-"""Notes of a plan on sizes that `tp` does not divide, and what the plan does instead."""
+"""Notes for the user on sizes that `tp` does not divide, with the layouts that the plan uses instead."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
 
 
 def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """Yield the factors of each feature dim that the operator splits, such as (heads, head size)."""
+    """Yield, for each feature dim that a view splits, the resulting factors, such as (heads, head size)."""
     alone = {dim[0] for dims in pattern.outputs for dim in dims if len(dim) == 1}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -69,13 +69,16 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
 
 
 def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
-    """Return how the plan runs a split that `tp` does not divide, as text, and the bytes a rank sends."""
+    """Return how the plan runs a view if `tp` does not divide the view's outer dim, such as the heads.
+
+    Returns (text for the note, bytes that a rank sends for it). For example: "replicated", 0.
+    """
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:
         return f"each group is sharded ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
     used = tensor_inputs(node)[0]
-    while True:  # up to the producer of the features: the first conversion on the way gathers them
+    while True:  # go back to the operator that computes the features; the first conversion found gathers them
         source, index = source_of(used)
         if source not in chosen:
             return "replicated", 0.0

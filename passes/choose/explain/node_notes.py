@@ -1,4 +1,4 @@
-"""Decisions as comments on graph nodes, for dumps."""
+"""Comments on graph nodes that show a plan's decisions in a dump (`AUTOPART_DUMP`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopart.passes.dump import Notes
 
 
 def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
-    """Return a function that yields the decisions on a graph node, as comments of a dump.
+    """Return a function that maps a graph node to comments with its decisions, for dumps.
 
     Comments of an operator look like `stage 1` or `tp R, S(0) -> S(1)`. A parameter has a comment like `tp:S(0)`.
     """
@@ -32,7 +32,7 @@ def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
 
 
 def layout_notes(stored: Mapping[str, Layout]) -> Notes:
-    """Return a function that yields a parameter's layout, as comments of a dump: `dp:S(1)`, `tp:S(0)`."""
+    """Return a function that maps a parameter's node to comments with its layout, such as `dp:S(1)`."""
 
     def note(node: fx.Node) -> Iterator[str]:
         if node.op == "get_attr":

@@ -1,4 +1,4 @@
-"""Reasons of a plan: the cost of every alternative, from the problem that the solver solved."""
+"""Explanations of a plan: the extra cost of each alternative, from the problem that the solver solved."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _DIGITS = 6
 
 
 def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
-    """Return a plan's certificate: objective, proven lower bound, gap, and the terms of the cost.
+    """Return the solver's proof of a plan: objective, lower bound, gap, and the terms of the cost.
 
-    If the solver solved several axes, the certificate is for the last one, with the layouts on all other axes fixed.
-    `sharing_costs` is the relative amount by which the objective would fall if the first and the last repeated block
-    could have layouts that differ from the other blocks.
+    The solver solves one axis after another. The result is for the last axis, with the layouts on all other axes fixed.
+    Repeated blocks share one layout. `sharing_costs` is the relative amount by which the objective would fall if the
+    first and the last block could have other layouts.
     """
-    if not solved:  # all weights are replicated: nothing to choose
+    if not solved:  # all weights are replicated, so the solver had no choice
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
     problem, sharding = list(solved.values())[-1]
     price = problem.price(sharding.options, problem.real_prices)
@@ -64,7 +64,7 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
 class Reasons:
     """Implementation of `Plan.why` and `Plan.why_not`.
 
-    It needs the traced model, so a copied or loaded plan has no reasons.
+    The explanations need the traced model, so `why` does not work on a copied or loaded plan.
     """
 
     def __init__(self, problem: Problem, program: Program, solved: Mapping[str, Solved]):
@@ -75,7 +75,10 @@ class Reasons:
         return type(None), ()
 
     def why(self, name: str) -> Why:
-        """Explain the layout of a parameter, module or operator, a collective, or `dp_sync`."""
+        """Explain a choice of the plan by name.
+
+        The name is that of a parameter, module, operator or collective, or `dp_sync`.
+        """
         if name == "dp_sync":
             return self._why_dp_sync()
         for node in self._conversions():
@@ -129,9 +132,9 @@ class Reasons:
         return Why("dp_sync", str(sync), reason, str(ALL_REDUCE), summed_s - method_s, {str(ALL_REDUCE): other})
 
     def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
-        """Return the placement of a weight that is stored sharded (ZeRO), and an explanation, as two texts.
+        """Return two texts about a weight that ZeRO stores sharded: its placement, and an explanation.
 
-        Both texts are empty if the weight is not stored sharded.
+        Both texts are empty if ZeRO does not shard the weight.
         """
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         axis = self.mesh.stored_over(stored.layout) if stored is not None else None
@@ -144,7 +147,10 @@ class Reasons:
         )
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """Return the extra cost of another layout of a parameter, module or operator, or why it is impossible."""
+        """Return the extra cost that `layout` would have for a parameter, module or operator.
+
+        If the layout is impossible, the result gives the reason.
+        """
         asked, data_axis = Pins.parse({name: layout}, self.mesh.axes), self.mesh.data_axis
         for pin in asked.layouts:
             if pin.axis != data_axis and self.mesh.axis(pin.axis).cuts != "features":
@@ -181,11 +187,14 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """Return {axis: operators and weights whose experts the axis may shard}, the outermost axis first."""
+        """Return {axis: operators and weights of the mixtures of experts that the axis may shard}.
+
+        The outermost axis comes first.
+        """
         return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
     def _why_not_stored_so(self, name: str, asked: Pins) -> Why:
-        """Return the cost of another placement of stored parameters over the data axis (ZeRO)."""
+        """Return the cost of storing parameters with another placement over the data axis (ZeRO)."""
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
         pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for unknown names and axes
@@ -215,7 +224,7 @@ class Reasons:
         return Why(name, f"not {wanted}", f"{wanted} would have {text}", wanted, price.seconds, {wanted: text})
 
     def _why_collective(self, node: fx.Node) -> Why:
-        """Explain a collective: the value, its two placements, and the cost of avoiding it."""
+        """Explain a collective: the converted value, its two placements, and the cost of a plan without it."""
         axis, key = node.args[1], facts(node).get("key", "")
         readers = ", ".join(dict.fromkeys(describe(n) for n in node.users if n.op == "call_function"))
         where = f"read by {readers}" if readers else ""
@@ -239,9 +248,9 @@ class Reasons:
     def _without(
         self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
-        """Return the cheapest sharding that never converts this value from `source` to `target`.
+        """Return the cheapest solution that never converts the value `traced` from `source` to `target`.
 
-        None if there is none.
+        None if every solution converts it.
         """
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
@@ -256,7 +265,7 @@ class Reasons:
                     yield node
 
     def _named(self, name: str) -> list[fx.Node]:
-        """Return the parameters and operators that a name matches: large parameters first, then operators.
+        """Return the parameters (large ones first) and then the operators that a name matches.
 
         Raises OptionError if the name matches nothing.
         """
@@ -272,9 +281,9 @@ class Reasons:
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
-        """Return {rejected option: its extra cost}, cheapest first.
+        """Return {rejected option of a choice: its extra cost}, cheapest first.
 
-        For each option, the solver chooses everything else again.
+        The cost of an option is that of the best plan with this option: the solver chooses everything else again.
         """
         problem, chosen = solved
         priced: list[tuple[float, str, ShardingCost]] = []
@@ -289,7 +298,7 @@ class Reasons:
 
 
 class DeferredReasons:
-    """Reasons of a plan that was made from a trace with only some of the repeated blocks.
+    """`Reasons` of a plan that was made from a trace with only some of the model's repeated blocks.
 
     The first call of `why` or `why_not` traces and plans the full model.
     """
@@ -332,10 +341,7 @@ def _placement_text(place: Placement) -> str:
 
 
 def _terms(price: ShardingCost) -> list[tuple[float, str]]:
-    """Return the terms of a cost difference as (amount, text), most important first.
-
-    Negligible terms are left out.
-    """
+    """Return the terms of a cost difference as (amount, text), largest first, without negligible terms."""
     seconds = (
         (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
         (price.gradient_sync_s, "gradient reduction"),

@@ -1,4 +1,4 @@
-"""Errors and notes on axes that shard the sequence (context parallelism)."""
+"""Errors and notes on mesh axes that shard the sequence (context parallelism)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopart.passes.facts.sequence_dims import check_can_be_sharded, inputs_tex
 from autopart.passes.facts.strategies import can_shard_sequence, output_atoms, strategies_on_axis
 
 _UNEVEN = 0.05
-"""A plan has a note if its largest shard exceeds the mean by more than this share."""
+"""A plan gets a note if its largest sequence shard exceeds the mean shard by more than this share."""
 
 
 def matrix_products(trace: Trace) -> list[fx.Node]:
@@ -30,11 +30,11 @@ def matrix_products(trace: Trace) -> list[fx.Node]:
 def check_context_axis(
     trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy], named: Mapping[str, int]
 ) -> None:  # fmt: skip
-    """Raise LayoutError if an axis for sequences shards nothing of the model.
+    """Raise LayoutError if a context axis (`cp`) cannot shard any operator of the model.
 
     Args:
-        chosen: strategies on the axis.
-        named: {input: sequence dim}, as the user passed it. The axis must be able to shard each of these dims.
+        chosen: {operator: its strategy on the axis}.
+        named: the option `sequence_dims`, {input: its sequence dim}. The axis must be able to shard each of these dims.
     """
     check_can_be_sharded(trace, named)
     products = matrix_products(trace)
@@ -67,10 +67,9 @@ def check_context_axis(
 
 
 def context_axis_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
-    """Yield the notes of a plan on axes that shard the sequence.
+    """Yield notes for the user on axes that shard the sequence (`cp`).
 
-    There are notes on an axis that shards no matrix product, on operators that need the full sequence, and on unequal
-    shards.
+    The notes report an axis that shards no matrix product, operators that need the full sequence, and uneven shards.
     """
     for axis in decisions.mesh.along("positions"):
         chosen, ranks = decisions.strategies[axis], decisions.mesh.size(axis)
@@ -90,7 +89,7 @@ def context_axis_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
 
 
 def needs_full_sequence(node: fx.Node, ranks: int) -> bool:
-    """Return True if an input of the operator has a sequence dim that no strategy of the operator shards."""
+    """Return True if an input has a sequence dim that no strategy of the operator can shard."""
     pattern = facts(node)["pattern"]
     atoms = factor_atoms(node, pattern) if pattern is not None else {}
     dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))
@@ -101,7 +100,7 @@ def needs_full_sequence(node: fx.Node, ranks: int) -> bool:
 
 
 def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
-    """Yield a note on the longest sequence if its largest shard is more than 5 % above the mean."""
+    """Yield a note if the largest shard of the longest sequence is more than 5 % above the mean."""
     excesses = []
     for node, strategy in cuts:
         place = strategy.outputs[0]

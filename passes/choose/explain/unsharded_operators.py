@@ -1,6 +1,6 @@
-"""Operators that every rank runs in full, with reason, cost and remedy.
+"""Table of the operators that every rank runs in full, with reason, cost and remedy.
 
-Fraction of FLOPs that each axis shards.
+`divided` returns the share of FLOPs that each mesh axis shards.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def unsharded(
 def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
     """Return {axis: fraction of the model's matrix FLOPs that the axis shards}.
 
-    Empty without matrix products.
+    The dict is empty if the model has no matrix product.
     """
     flops = {node: matrix_work(node) * weight for node, weight in weighted(active_operators(trace.graph))}
     total = sum(flops.values())
@@ -125,7 +125,7 @@ def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
 
 
 def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
-    """Return {factor of the operator's rule: size}, for the factors that are dims of a weight."""
+    """Return {letter of the operator's sharding rule: size}, for the letters that name a dim of a weight."""
     sizes: dict[str, int] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -135,9 +135,9 @@ def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
 
 
 def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
-    """Yield the bytes that one rank sends for each conversion of a node's inputs and outputs.
+    """Yield the bytes that one rank sends to convert an operator's inputs and outputs between placements.
 
-    Forward and backward are yielded separately.
+    Each conversion yields one number for forward and one for backward.
     """
     for axis, chosen in decisions.strategies.items():
         if axis == MICROBATCH_AXIS:
@@ -163,7 +163,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _produced_placement(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
-    """Return the placement in which a value is produced.
+    """Return the placement on `axis` in which the operator that computes a value returns it.
 
     None for a value that does not depend on parameters.
     """
@@ -187,7 +187,7 @@ def _shapes(node: fx.Node) -> str:
 def suggestion(node: fx.Node) -> str:
     """Return a call of `autopart.rule` that might fit: `autopart.rule("my::op", "b c, c d -> b d")`.
 
-    Dims of equal size get one letter. Returns "" if no rule can be suggested.
+    The suggestion is a guess: dims of equal size get one letter. Returns "" if there are too many dims.
     """
     sources, outputs = tensor_inputs(node), tuple_values(node)
     if not sources or not all(hasattr(v, "shape") for v in (*map(value, sources), *outputs)):
@@ -212,14 +212,14 @@ def suggestion(node: fx.Node) -> str:
 def _name_dims(
     full: Sequence[int], atoms: Sequence[Atoms], sizes: dict[str, int], letters: Iterator[str]
 ) -> list[str] | None:
-    """Return a letter for each dim of an operand; None if letters run out.
+    """Return a letter for each dim of an operand; None if the alphabet has too few letters.
 
-    The batch dim is `b`. Another dim gets a letter that already represents its size, else a new letter. No two dims of
+    The batch dim is `b`. Another dim gets the letter of an earlier dim of equal size, else a new letter. No two dims of
     an operand get the same letter.
 
     Args:
-        sizes: {letter: size}, to which new letters are added.
-        letters: unused letters.
+        sizes: {letter: size}. The function adds the new letters.
+        letters: letters that are not in use yet.
     """
     names: list[str] = []
     for size, dim in zip(full, atoms, strict=True):

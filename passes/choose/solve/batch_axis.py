@@ -1,8 +1,9 @@
 """Sharding of the batch: one strategy per operator, over data-parallel ranks and microbatches.
 
-Data-parallel ranks and microbatches together form one axis, the batch axis. Its strategies do not minimise the time of
-a step: the batch stays sharded wherever a rule allows it. Operators without a batch dim run on every rank, and their
-gradients are partial sums. So all parameter gradients end as partial sums, which are reduced once a step.
+The planner treats data-parallel ranks and microbatches together as one axis, the batch axis. It does not minimise the
+time of a step on this axis: the batch stays sharded wherever a sharding rule allows it. Operators without a batch dim
+run on every rank, and their gradients are partial sums. So the gradients of all parameters are partial sums, which are
+reduced once a step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from autopart.passes.choose.stages.stage_partition import can_run_tail, check_ba
 from autopart.passes.facts.strategies import can_compute_sharded, sharded_selections, strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
-"""Operators of conversions that need no data of other microbatches."""
+"""Conversion operators that need no data of other microbatches."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
@@ -45,13 +46,13 @@ def choose_batch(
 ) -> dict[fx.Node, Strategy]:
     """Return {operator that depends on a parameter: its strategy on the batch axis}.
 
-    Elements selected by a boolean mask cannot be gathered, because ranks select different numbers of elements. If an
+    Elements that a boolean mask selects cannot be gathered, because ranks select different numbers of elements. If an
     operator needs all selected elements, every rank selects them from the full batch.
 
     Args:
         graph: annotated graph.
         num_shards: data-parallel ranks times microbatches.
-        trunk: strategies that are chosen already.
+        trunk: {operator: its strategy}, for operators whose strategy is chosen already.
     """
     unsharded_selections: set[str] = set()
     selects = any(map(is_selection, graph.nodes))
@@ -68,9 +69,11 @@ def choose_batch(
 def _choose(
     graph: fx.Graph, num_shards: int, unsharded_selections: Set[str], trunk: Mapping[fx.Node, Strategy]
 ) -> dict[fx.Node, Strategy]:
-    """Choose a batch strategy for each operator in graph order, by the least bytes moved.
+    """Choose a batch strategy for each operator, in graph order: the one that moves the fewest bytes.
 
-    Selections in `unsharded_selections` are made from the full batch on every rank.
+    Args:
+        unsharded_selections: operators that select elements by a boolean mask, and that every rank runs on the full
+            batch.
     """
     chosen: dict[fx.Node, Strategy] = {}
     gathered: set[fx.Node] = set()  # values that an earlier operator has already gathered
@@ -92,9 +95,9 @@ def _choose(
 
 
 def _shards_selected_elements(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
-    """Return True if a strategy shards a dim of elements that an operator has selected by a mask.
+    """Return True if a strategy shards a dim of elements that a boolean mask selects.
 
-    `selections`: names of operators that select elements by a boolean mask.
+    `selections`: names of the selecting operators that count.
     """
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
@@ -103,9 +106,9 @@ def _shards_selected_elements(node: fx.Node, strategy: Strategy, selections: Set
 
 
 def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
-    """Return the mask selections that must run on the full batch.
+    """Return the names of selecting operators (boolean masks) that every rank must run on the full batch.
 
-    An operator or a model output needs all elements that such a selection returns, on every rank.
+    The reason is an operator or a model output that needs all selected elements on every rank.
     """
     selections: set[str] = set()
     for node, strategy in chosen.items():
@@ -124,7 +127,7 @@ def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_s
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement of a value on the batch axis.
+    """Return the placement on the batch axis in which a value is computed.
 
     None for a value that does not depend on parameters.
     """
@@ -135,15 +138,16 @@ def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | 
 
 
 def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], gathered: set[fx.Node]) -> tuple:
-    """Return a sort key of a strategy: bytes moved to convert its inputs, then a number for its output.
+    """Return a sort key of a strategy, lowest for the best one.
 
-    The number is lowest for a sharded output, then for a partial sum, then for a replicated output.
+    The key has two numbers: the bytes moved to convert the inputs, and a number for the output. The second number is
+    lowest for a sharded output, higher for a partial sum, highest for a replicated output.
     """
     moved = 0.0
     places = [placement(source, chosen) for source in tensor_inputs(node)]
     for source, at, target in zip(tensor_inputs(node), places, strategy.inputs, strict=True):
         if target == P and P not in places:
-            moved = float("inf")  # create a partial sum only to add it to another
+            moved = float("inf")  # convert to a partial sum only if another input is one
         if at is None or at == target:
             continue
         if source in gathered and target.is_replicated and not facts(node)["needs_grad"]:
@@ -155,12 +159,15 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], g
     output = strategy.outputs[0]
     order = ("S", "P", "R(grad P)", "R").index(output.kind)
     if facts(node)["for_buffers"] and output.is_replicated:
-        order = 0  # buffers end replicated
+        order = 0  # the new value of a buffer must be replicated
     return moved, order
 
 
 def batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield each operator that needs the full batch at once, with the input it needs, in graph order."""
+    """Yield (operator, input) in graph order, for each operator that combines samples of the batch.
+
+    Such an operator, for example a contrastive loss, needs this input for the full batch.
+    """
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
             at = placement(source, chosen)
@@ -172,13 +179,13 @@ def batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> Iterato
 
 
 class BatchSplit(NamedTuple):
-    """Split of a batch into microbatches and over data-parallel ranks.
+    """Result of splitting a batch into microbatches and over data-parallel ranks.
 
     Attributes:
         strategies: {operator: its strategy on the data-parallel axes}.
-        copied: the batch is not sharded over `dp`; every rank of `dp` computes all samples.
-        tail: operators that run once, on all microbatches.
-        mixed: the first operator that mixes samples, and the input of which it needs all samples.
+        copied: True if the batch is not sharded over `dp`, so that every rank of `dp` computes all samples.
+        tail: operators that run once for all microbatches.
+        mixed: the first operator that combines samples, and its input that is needed for the full batch.
     """
 
     microbatches: int
@@ -188,15 +195,17 @@ class BatchSplit(NamedTuple):
     mixed: tuple[fx.Node, fx.Node] | None = None
 
     def on_axes(self, mesh: Mesh) -> dict[str, Mapping[fx.Node, Strategy]]:
-        """Return the entries of `Decisions.strategies` for the data-parallel axes and `MICROBATCH_AXIS`."""
+        """Return {axis: strategies}, for the data-parallel axes and `MICROBATCH_AXIS`."""
         return data_strategies(mesh, self.microbatches, self.strategies, self.copied, self.tail)
 
 
 def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSplit:
-    """Choose the batch strategies of all operators, and the operators that run once on all microbatches.
+    """Choose the batch strategies of all operators, and find the tail.
+
+    The tail is the set of operators that must run once for all microbatches.
 
     Args:
-        num_ranks: data-parallel ranks that shard the batch.
+        num_ranks: number of data-parallel ranks that shard the batch.
     """
     if num_ranks * microbatches == 1:
         return BatchSplit(1, {})
@@ -217,11 +226,11 @@ def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSpli
 def batch_strategies(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
     """Choose the batch strategies of all operators for the microbatches of a schedule.
 
-    Raises StageError if the batch does not divide, or if operators mix samples of different microbatches and the
-    schedule cannot run them once on all microbatches.
+    Raises StageError if the batch size is not divisible. Raises it too if operators combine samples of different
+    microbatches, and the schedule cannot run them once for all microbatches.
     """
     microbatches = schedule.microbatches
-    # Without samples nothing is split.
+    # A model whose inputs have no batch dim is not split.
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
         check_batch(trace, mesh, microbatches)
     split = split_batch(trace.graph, mesh.data_parallel_size, microbatches)
@@ -233,10 +242,10 @@ def batch_strategies(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit
 def _check_tail(
     trace: Trace, mesh: Mesh, schedule: Schedule, mixed: tuple[fx.Node, fx.Node], tail: Set[fx.Node]
 ) -> None:
-    """Raise StageError if operators that mix samples cannot run once on all microbatches.
+    """Raise StageError if the operators that combine samples cannot run once for all microbatches.
 
     Args:
-        mixed: the first of these operators, and the input of which it needs all samples.
+        mixed: the first of these operators, and its input that is needed for the full batch.
         tail: these operators, and all that depend on them.
     """
     num_stages, because, hint = mesh.size("pp") * schedule.virtual_stages, "", "microbatches=1"
@@ -251,7 +260,7 @@ def _check_tail(
 
 
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
-    """Return a copy of the decisions in which a step has one microbatch."""
+    """Return a copy of the decisions for steps with one microbatch."""
     mesh, copied = decisions.mesh, decisions.copied
     split = split_batch(trace.graph, 1 if copied else mesh.data_parallel_size, 1)._replace(copied=copied)
     strategies = {**split.on_axes(mesh), **decisions.features}
@@ -259,16 +268,17 @@ def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
 
 
 def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
-    """Split the batch of a call whose batch size differs from the plan's.
+    """Split a batch whose size differs from that of the plan.
 
-    The number of microbatches is the nearest to the plan's that divides the batch and that the schedule can run. If
-    `dp` does not divide the batch, every rank of `dp` computes all samples.
+    The number of microbatches must divide the batch, and the schedule must be able to run it. Of these numbers, the
+    function takes the one nearest to the plan's. If `dp` does not divide the batch, every rank of `dp` computes all
+    samples.
     """
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages
     nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
     inside = mesh.batch_divisor // mesh.data_parallel_size
-    inside = inside if rows % inside == 0 else 1  # else every expert rank has all samples
+    inside = inside if rows % inside == 0 else 1  # otherwise every rank of the expert axis has all samples
     for ranks in dict.fromkeys((mesh.data_parallel_size, 1)):
         for microbatches in (m for m in nearest if rows % (ranks * m * inside) == 0):
             name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None

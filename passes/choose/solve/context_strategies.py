@@ -1,10 +1,12 @@
 """Attention strategies on an axis that shards the sequence, as the option `context=` selects them.
 
-`"ring"`: keys and values circulate around the ranks, so that no rank stores all of them (Liu et al. 2023,
-arXiv:2310.01889). `"auto"` excludes `"ring"`, which moves as many bytes as gathering and is useful only if gathered
-keys and values do not fit into memory. `"gather"`: every rank has its queries, and gathers all keys and values (Llama
-3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). `"ulysses"`: a rank has the full sequence of its heads
-(Jacobs et al. 2023, arXiv:2309.14509).
+`"gather"`: every rank has its queries, and gathers all keys and values (Llama 3: Grattafiori et al. 2024,
+arXiv:2407.21783, section 3.3.2). `"ulysses"`: a rank has the full sequence of some heads (Jacobs et al. 2023,
+arXiv:2309.14509). `"ring"`: keys and values circulate around the ranks, so that no rank stores all of them (Liu et
+al.
+2023, arXiv:2310.01889). `"auto"` chooses between `"gather"` and `"ulysses"`. It excludes `"ring"`, which moves as
+many
+bytes as `"gather"`, and is useful only if the gathered keys and values do not fit into memory.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from autopart.passes.rules import rule_of
 
 
 def context_options(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
-    """Return the options of an operator on a context axis that `context` allows.
+    """Return the strategies of an operator on a context axis that the user's option `context` allows.
 
-    The option restricts only attention. Raises LayoutError if no option is left.
+    The option restricts only attention. Raises LayoutError if no strategy is left.
     """
     rings = [option for option in options if is_ring_strategy(node, option)]
     if context == "ring":
@@ -49,9 +51,9 @@ def context_options(node: fx.Node, options: Sequence[Strategy], context: Context
 
 
 def _non_attention_options(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
-    """Return all options of an operator without attention, for which `context="ring"` has no meaning.
+    """Return all options: `context="ring"` does not restrict operators other than attention.
 
-    Raises LayoutError for attention that cannot run as a ring.
+    Raises LayoutError if the operator is an attention that cannot run as a ring.
     """
     may_ring = bool(rule_of(node).context)
     if not may_ring and not _multiplies_values(node):

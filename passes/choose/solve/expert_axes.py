@@ -1,9 +1,9 @@
-"""Expert folding: shard experts over axes that shard the sequence or features of other operators.
+"""Expert folding: axes that shard the sequence or features of other operators also shard experts.
 
-An expert axis shards the experts of every mixture of experts. An axis of another kind shards the experts of a mixture
-only if a pin or plan requests it. The request shards a weight of the mixture by expert, or dispatches tokens over the
-axis. All these axes together shard the experts like one flattened axis. This is Megatron's parallel folding (Liu et al.
-2025, arXiv:2504.14960), chosen for each mixture.
+An expert axis (`ep`) shards the experts of every mixture of experts. An axis of another kind (`cp`, `tp`) shards the
+experts of a mixture only if a pin or a plan requests it: it either shards a weight of the mixture by expert, or
+dispatches tokens over the axis. All these axes together shard the experts like one flattened axis. This is Megatron's
+parallel folding (Liu et al. 2025, arXiv:2504.14960), chosen separately for each mixture.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from autopart.passes.choose.solve.nested_shards import InnerSharding
 from autopart.passes.facts.strategies import can_shard_sequence
 
 Stacks = Mapping[fx.Node | str, int]
-"""{operator of a mixture, or name of one of its weights: its number of experts}."""
+"""{operator of a mixture of experts, or name of one of its weights: number of experts}."""
 
 
 class Mixture(NamedTuple):
-    """A mixture of experts.
+    """A mixture of experts in the traced graph.
 
     Args:
         operators: operators on dispatched tokens, and views of the experts' weights.
@@ -82,7 +82,10 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
-    """Return the stacked expert weights that these nodes use: views of the weights, and parameter names."""
+    """Return the expert weights that these nodes use: a list of views, and a list of parameter names.
+
+    Each weight is a stack of one matrix per expert.
+    """
     views, names = dict[fx.Node, None](), dict[str, None]()
     todo: list[fx.Node] = []
     for node in nodes:
@@ -103,15 +106,15 @@ def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
 def mixtures_on_axis(
     all_mixtures: Sequence[Mixture], cuts: str, names: Set[str], operators: Set[fx.Node] = frozenset()
 ) -> dict[fx.Node | str, int]:  # fmt: skip
-    """Return {operator or weight: number of experts} of the mixtures whose experts an axis may shard.
+    """Return {operator or weight: number of experts} for the mixtures of experts that an axis may shard.
 
-    An expert axis may shard the experts of all mixtures. Another axis may shard only the mixtures that contain one of
-    `names` or `operators`.
+    An expert axis may shard all mixtures. Another axis may shard only the mixtures that contain one of `names` or
+    `operators`.
 
     Args:
         cuts: kind of dim that the axis shards, such as "experts" or "features" (`Axis.cuts`).
-        names: weights that the axis shards by expert.
-        operators: operators whose tokens are dispatched over the axis.
+        names: weights that the axis is requested to shard by expert.
+        operators: operators whose tokens the axis is requested to dispatch.
     """
     stacks: dict[fx.Node | str, int] = {}
     for mixture in all_mixtures:
@@ -122,9 +125,9 @@ def mixtures_on_axis(
 
 
 def shards_experts_equally(node: fx.Node, option: Strategy, other: Strategy) -> bool:
-    """Return True if two axes shard the experts of an operator by the same mechanism.
+    """Return True if strategies on two axes shard the experts of an operator in the same way.
 
-    Both dispatch tokens, or both shard a view of stacked weights by expert.
+    Either both dispatch tokens to the experts' ranks, or both shard a view of the stacked weights by expert.
     """
     if option.is_dispatched or other.is_dispatched:
         return option.is_dispatched and other.is_dispatched
@@ -134,15 +137,16 @@ def shards_experts_equally(node: fx.Node, option: Strategy, other: Strategy) -> 
 def can_shard_experts_again(
     node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[InnerSharding], ranks: int
 ) -> bool:  # fmt: skip
-    """Return True if another axis may shard an operator of a mixture that inner axes already shard.
+    """Return True if one more axis may shard the experts of an operator that inner axes already shard.
 
-    All these axes must shard the experts by the same mechanism. The product of their sizes must not exceed the number
-    of experts, and must divide the number of tokens if several axes shard the tokens.
+    All these axes must shard the experts in the same way (`shards_experts_equally`). The product of their sizes must
+    not
+    exceed the number of experts. If several axes shard the tokens, the product must divide the number of tokens.
 
     Args:
-        option: strategy on the other axis.
+        option: strategy on the additional axis.
         taken: strategies on the inner axes.
-        ranks: size of the other axis.
+        ranks: size of the additional axis.
     """
     if not all(shards_experts_equally(node, option, one.strategy) for one in taken):
         return False
@@ -151,9 +155,9 @@ def can_shard_experts_again(
 
 
 def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> bool:
-    """Return True if another axis of `ranks` ranks can shard the tokens of a dispatch or combine.
+    """Return True if one more axis of `ranks` ranks can shard the tokens of a MoE dispatch or combine.
 
-    The number of tokens must be a multiple of `ranks` times the ranks of the inner axes that shard tokens.
+    The number of tokens must be a multiple of `ranks` times the number of ranks that shard tokens on inner axes.
     """
     pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in option.places if place.is_shard), None)
@@ -162,17 +166,17 @@ def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Inne
     again = [one.ranks for one in taken if any(place.in_order == cut for place in one.strategy.places)]
     outer = 1
     for atom in factor_atoms(node, pattern).get(option.factor, ()):
-        if outer == num_sections(cut.sections):  # the sharded atom
+        if outer == num_sections(cut.sections):  # the atom (indivisible factor of the dim) that is sharded
             return not again or atom.size % (math.prod(again) * ranks) == 0
         outer *= atom.size
     return not again
 
 
 def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
-    """Raise LayoutError if a mixture has too few experts for the axes that shard them.
+    """Raise LayoutError if a mixture has fewer experts than the axes that shard them have ranks.
 
     Args:
-        asked: result of `mixtures_on_axis`, by axis.
+        asked: {axis: result of `mixtures_on_axis`}.
     """
     for mixture in all_mixtures:
         axes = [axis for axis, stacks in asked.items() if mixture.product in stacks and mesh.size(axis) > 1]

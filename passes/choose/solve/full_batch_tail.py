@@ -1,8 +1,8 @@
-"""Tail of a model: operators that run once per step, on all microbatches of the last stage.
+"""Tail of a model: the operators that run once per step, for all microbatches together.
 
 A loss can compare samples of one batch: contrastive losses, pairs of chosen and rejected answers (DPO), `topk` over the
 batch. An operator that needs samples of other microbatches, and all operators that depend on it, form the tail. The
-other operators run in microbatches. Their values are merged before the tail.
+other operators run once per microbatch. The last stage merges their values for the tail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VIEWS = frozenset({"t", "transpose", "permute", "view", "reshape", "unsqueeze",
 
 
 def tail_of(chosen: Mapping[fx.Node, Strategy], mixing: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Return the operators that mix samples, and all operators that depend on them.
+    """Return the tail: the operators that combine samples, and all operators that depend on them.
 
     Args:
         chosen: {operator that depends on a parameter: its batch strategy}, in graph order.
@@ -41,10 +41,10 @@ def tail_of(chosen: Mapping[fx.Node, Strategy], mixing: Iterable[fx.Node]) -> fr
 
 
 def _runs_in_tail(node: fx.Node, strategy: Strategy, tail: Set[fx.Node]) -> bool:
-    """Return True if the tail computes a value that it uses, instead of receiving it for each microbatch.
+    """Return True if an operator that computes an input of the tail runs in the tail too.
 
-    These are values whose size differs between microbatches, because a mask selects their elements. They are also
-    views, and values that are equal in all microbatches, such as `logit_scale.exp()`, if only the tail uses them.
+    This holds for a value whose size differs between microbatches, because a mask selects its elements. It also holds,
+    if only the tail uses the value, for views and for values that are equal in all microbatches (`logit_scale.exp()`).
     """
     if any(map(selections_in, facts(node)["atoms"])):
         return True
@@ -53,11 +53,11 @@ def _runs_in_tail(node: fx.Node, strategy: Strategy, tail: Set[fx.Node]) -> bool
 
 
 def mixed_samples_error(mixed: tuple[fx.Node, fx.Node], microbatches: int, because: str, hint: str) -> StageError:
-    """Return the error for an operator that mixes samples and cannot run once on all microbatches.
+    """Return the error for an operator that combines samples of microbatches and cannot run in the tail.
 
     Args:
-        mixed: the operator, and its input of which it needs all samples.
-        because: why the operator cannot run in the tail; "" if there is no pipeline.
+        mixed: the operator, and its input that is needed for the full batch.
+        because: the reason why the operator cannot run in the tail; "" without a pipeline.
     """
     node, source = mixed
     reason = "it computes a statistic of the batch"

@@ -1,4 +1,4 @@
-"""Resolution of layout pins in a traced model: strategies and placements that they leave to each node.
+"""Layout pins: find the nodes that they match, and the strategies and placements that they allow.
 
 A layout pin is a user's choice for a parameter, operator or module on one mesh axis, such as `S(0)`.
 
@@ -102,7 +102,7 @@ class AxisConstraints:
         return strategies_on_axis(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies_on_weight_dims(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """Return the strategies that shard only dims of weights. Pins are ignored."""
+        """Return the strategies of an operator that shard only dims of weights. Pins are ignored."""
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
@@ -110,7 +110,7 @@ class AxisConstraints:
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._adapt_to_inner_axes(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
-        if self.is_dispatched(node):  # by inner axes: each rank has some of this axis's experts
+        if self.is_dispatched(node):  # inner axes shard the experts that a rank of this axis has
             lookup = facts(node)["pattern"].lookup
             left = [option for option in left if not option.factor or option.factor != lookup]
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
@@ -126,10 +126,11 @@ class AxisConstraints:
         return shard_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
 
     def _contains_inner_shards(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> bool:
-        """Return True if each shard on this axis can be a union of shards on the inner axes.
+        """Return True if a shard on this axis can be a union of shards on the axes that were solved earlier.
 
-        The factor must be experts or the sequence, and all these axes must shard it in the same way. The product of
-        their ranks must divide its size.
+        The sharded factor must be experts or the sequence, and all these axes must shard it in the same way. The
+        product of
+        the axis sizes must divide the size of the factor.
         """
         pattern = facts(node)["pattern"]
         assert pattern is not None, "an operator without a rule is not sharded"
@@ -161,14 +162,14 @@ class AxisConstraints:
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def can_shard_again(self, name: str, place: Placement) -> bool:
-        """Return True if this axis may shard the experts of a weight after earlier axes have sharded them."""
+        """Return True if this axis may also shard the experts of a weight that earlier axes have sharded."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
     def with_solved_axes(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> AxisConstraints:  # fmt: skip
-        """Return a copy of the constraints that includes the results for the axes that are solved.
+        """Return a copy of the constraints, extended by the results for the axes that are solved.
 
         Args:
             before: {solved axis: {operator: strategy}}.
@@ -214,7 +215,7 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
     If one pin alone or two pins conflict, the set has one or two pins.
 
     Args:
-        hold: returns True if all pins that it is passed can be followed together.
+        hold: function that returns True if a plan can follow all the pins in its argument.
 
     >>> smallest_conflict([1, 2, 3, 4], lambda left: not {2, 4} <= set(left))
     [2, 4]
@@ -265,7 +266,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return the mixtures whose experts an axis may shard, given the pins of parameters and operators."""
+    """Return the mixtures of experts that an axis may shard, given the pins of parameters and operators."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}
@@ -273,9 +274,9 @@ def stacks_pinned(
 
 
 def data_axis_pins(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
-    """Map each parameter to its pins on the data axis, over which parameters are stored sharded (ZeRO).
+    """Return {parameter: its pins on the data axis, over which ZeRO shards parameters}.
 
-    A pin shards or replicates the parameter. It also applies to flattened axes that contain the data axis.
+    A pin shards or replicates the parameter. It also applies to flattened axes (`dp_cp`) that contain the data axis.
     """
     model, by_name = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
@@ -298,7 +299,7 @@ def _variants(
 
 
 class _Names:
-    """The names that pins can use in a model: parameters, operators and modules."""
+    """All names that a pin can match in a model: parameters, operators and modules."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
@@ -344,7 +345,7 @@ def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionE
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
-    """Return the patterns of the names that are most similar to an unknown name."""
+    """Return the names, as patterns, that are most similar to an unknown name."""
     patterns = list(dict.fromkeys(map(pattern_of, names)))
     return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
 
@@ -418,9 +419,9 @@ def _why_unsupported(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
 def solve_pinned(
     trace: Trace, mesh: Mesh, pinned: AxisConstraints, pins: Pins, solve: Callable[[AxisConstraints], T]
 ) -> T:
-    """Return `solve(pinned)`, a solution that follows the pins.
+    """Return `solve(pinned)`, the solution of one axis under the user's pins.
 
-    If there is none, raises LayoutError with a minimal set of conflicting pins.
+    If there is no solution, raises LayoutError with a minimal set of conflicting pins.
     """
 
     def has_solution(pinned: AxisConstraints) -> bool:
@@ -441,7 +442,7 @@ def _layout_conflict(
 ) -> LayoutError:  # fmt: skip
     """Return the error for layout pins that conflict.
 
-    `hold`: returns True if the problem with the constraints that it is passed has a solution.
+    `hold`: function that returns True if the problem has a solution under the constraints in its argument.
     """
 
     def together(some: Sequence[LayoutPin]) -> bool:
@@ -482,7 +483,7 @@ def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
 
 
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for each weight that an operator uses. The text lists the weight's placements."""
+    """Yield (name, text) for each weight of an operator. The text lists its placements in `options`."""
     for i, used in enumerate(tensor_inputs(node)):
         for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT

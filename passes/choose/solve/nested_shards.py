@@ -1,4 +1,7 @@
-"""Sharding of a factor over a second mesh axis after an inner axis has sharded it."""
+"""Sharding of a dim over a second mesh axis, after an inner axis that shards it has been solved.
+
+A factor is a letter of an operator's sharding rule, such as `n` in `b k, n k -> b n`.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Sharding of a factor on a solved axis: the operator's strategy, and the size of the axis."""
+    """Strategy that shards a factor on an axis that is already solved, and the size of that axis."""
 
     strategy: Strategy
     ranks: int
 
 
 def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
-    """Return True if a factor ends in a sequence dim whose length is a multiple of `parts`.
+    """Return True if a factor ends in the sequence and `parts` divides the length of the sequence.
 
-    A factor can be a product of dims, such as (batch, sequence). The last dim varies fastest.
+    A view can merge dims to one factor, such as (batch, sequence). The last of them varies fastest.
     """
     pattern = facts(node)["pattern"]
     assert pattern is not None, "an operator without a rule is not sharded"
@@ -35,7 +38,7 @@ def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
 
 
 def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> Strategy | None:
-    """Adapt a strategy to other axes that already shard the same features (such as heads).
+    """Adapt a strategy to other axes that already shard the same factor (such as heads).
 
     The result splits each shard of the other axes. A factor can be a product of dims, such as (heads, head size). If
     the strategy and the other axes shard different dims of the product, the strategy is returned unchanged. None if
@@ -75,9 +78,10 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return the number of sections into which each of two strategies splits the dim of a factor.
+    """Return, for each of two strategies that shard a factor, the number of sections of the sharded dim.
 
-    None if no sharded dim consists of this factor alone.
+    A dim with sections (fused q, k and v: 3) is sharded section by section. None if no operand has a sharded dim that
+    consists of this factor alone.
     """
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, option.places, other.places, strict=True):

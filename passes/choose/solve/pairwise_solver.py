@@ -1,8 +1,11 @@
-"""Exact minimization of a sum of unary and pairwise costs over discrete variables.
+"""Exact solver for discrete variables with a cost of each option and of each pair of options.
 
-This is a partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and Scholz
-2006). A variable with one or two neighbours is eliminated: for each combination of the neighbours' options, the cost
-of its best option is added to the costs of the neighbours. So chains of pointwise operators disappear. An option that
+This is a partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and
+Scholz
+2006). A variable with one or two neighbours is eliminated: for each combination of the neighbours' options, the
+cost
+of its best option is added to the costs of the neighbours. So chains of pointwise operators disappear. An option
+that
 is never better than another option is dropped. These steps are exact. The remaining variables are solved as a
 mixed-integer linear program (HiGHS), with one column per pair of options.
 """
@@ -42,7 +45,9 @@ class Solution:
 
 @dataclass(frozen=True)
 class _EliminatedVariable:
-    """A variable that was eliminated, with its costs at the time of elimination.
+    """An eliminated variable, with its costs at the time of elimination.
+
+    They determine its option after the remaining variables are solved.
 
     Args:
         costs: cost of each option that was not dropped before.
@@ -66,7 +71,7 @@ class _EliminatedVariable:
 
 @dataclass
 class PairwiseProblem:
-    """A problem, built variable by variable. `solve` can be called only once.
+    """Builder and solver of a minimization problem. `solve` can be called only once.
 
     >>> pairs = PairwiseProblem()
     >>> a, b = pairs.variable([0.0, 5.0]), pairs.variable([0.0, 0.0])
@@ -85,7 +90,7 @@ class PairwiseProblem:
         return len(self.costs) - 1
 
     def add(self, a: int, b: int, costs: np.ndarray) -> None:
-        """Add the costs of pairs of options, an array of shape [options of a, options of b].
+        """Add the costs of pairs of options: an array of shape [options of `a`, options of `b`].
 
         An infinite cost forbids a pair.
         """
@@ -95,7 +100,7 @@ class PairwiseProblem:
         table = self.tables[a].get(b, 0.0) + costs
         finite = bool(np.isfinite(table).all())
         apart = table - table[:, :1] - table[:1] + table[0, 0] if finite else table
-        if finite and np.abs(apart).max() <= 1e-13 * np.abs(table).max():  # separable: a cost of `a` plus a cost of `b`
+        if finite and np.abs(apart).max() <= 1e-13 * np.abs(table).max():  # cost of `a` + cost of `b`
             self.costs[a] = self.costs[a] + table[:, 0]
             self.costs[b] = self.costs[b] + table[0] - table[0, 0]
             self._separate(a, b)
@@ -118,7 +123,7 @@ class PairwiseProblem:
                 if v in left and self._is_simple(v):
                     around = {w: (table, kept[w]) for w, table in self.tables[v].items()}
                     decided.append(_EliminatedVariable(v, self.costs[v], kept[v], around))
-                    waiting.extend(around)  # they have lost a neighbour
+                    waiting.extend(around)  # the neighbours now have one neighbour less
                     self._decide(v)
                     left.remove(v)
             waiting = [w for v in sorted(left) if self._drop_options(v, kept) for w in (v, *self.tables[v])]

@@ -29,9 +29,10 @@ from autopart.passes.facts.find_blocks import BlockPosition
 from autopart.passes.facts.strategies import possible
 
 SequenceParallel = bool | Literal["auto"]
-"""Sharding of activations along dims that no weight has (the sequence).
+"""Option: sharding of activations along dims that no weight has (the sequence).
 
-True: wherever possible. False: never. "auto": if it is faster."""
+True: wherever possible. False: never. "auto": if it is faster.
+"""
 
 ValuePlacement = Literal["whole", "cut", "free"]
 """Placement of activations between matrix products.
@@ -46,16 +47,18 @@ _TRIED: Mapping[SequenceParallel, tuple[ValuePlacement, ...]] = {
 ONE_BATCH = CostedStep()
 
 _FREE_BLOCKS = 2
-"""Number of first, and of last, repeated blocks that have layouts of their own when `sharing_costs` is computed."""
+"""Number of first, and of last, repeated blocks that choose separate layouts for `sharing_costs`."""
 
 
 @dataclass
 class Choice:
-    """One decision: the stored placement of a parameter, or the strategy of an operator.
+    """One decision of the solver: the stored placement of a parameter, or the strategy of an operator.
+
+    Corresponding operators (or parameters) of repeated blocks share one decision.
 
     Args:
         options: the placements or strategies to choose from.
-        members: parameters or operators that share the decision (corresponding ones in repeated blocks).
+        members: the parameters or operators that share the decision.
         costs: cost of each option.
     """
 
@@ -75,7 +78,7 @@ class Choice:
 
 @dataclass
 class _Consumer:
-    """One consumer of a value, and the indices of the consumer's inputs that are this value."""
+    """A consumer of a value, and the indices of its inputs at which it uses the value."""
 
     choice: Choice
     inputs: set[int] = field(default_factory=set)
@@ -87,13 +90,13 @@ class _Consumer:
 
 @dataclass
 class _SharedValue:
-    """An output of operators that share a choice and have the same consumers.
+    """One output of corresponding operators in repeated blocks, which have the same consumers.
 
     Args:
-        node: the output of one of these operators, as its consumer reads it.
+        node: the output of one of these operators, as its consumer uses it.
         producer: the choice that the operators share.
         index: index of the output.
-        uses: consumers by the id of their choice.
+        uses: {id of a consumer's choice: the consumer}.
         members: the operators.
     """
 
@@ -119,7 +122,7 @@ class _SharedValue:
 
 
 class ForbiddenConversion(NamedTuple):
-    """A conversion of a value between two placements that a solution must not contain."""
+    """A conversion of a value from one placement to another that a solution must not contain."""
 
     value: _SharedValue
     source: Placement
@@ -128,10 +131,10 @@ class ForbiddenConversion(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """The chosen strategies of operators and stored placements of parameters on one axis.
+    """Solution on one axis: the strategies of operators and the stored placements of parameters.
 
     Args:
-        options: the solution as `{id of a choice: index of its option}`.
+        options: `{id of a choice: index of its option}`.
         cost: value of the objective.
         bound: proven lower bound of the objective.
     """
@@ -144,7 +147,7 @@ class Sharding:
 
     @property
     def gap(self) -> float:
-        """The relative distance between the lower bound and the cost."""
+        """The distance between the lower bound and the cost, relative to the cost."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
 
@@ -189,13 +192,13 @@ def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
     fixed: Mapping[fx.Node, Strategy], pinned: AxisConstraints = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """Return the cheapest strategies that fit stored parameters and the fixed strategies `fixed`.
+    """Return the cheapest strategies of all operators, if some strategies and all parameters are fixed.
 
     If all fixed strategies keep values replicated between matrix products, the other strategies do so too.
 
     Args:
         stored: {parameter: its placement}.
-        fixed: {operator: its strategy}.
+        fixed: {operator: its strategy}, which must not change.
         pinned: constraints by other axes.
     """
     is_whole = all(s in pinned.strategies_on_weight_dims(node, num_shards) for node, s in fixed.items())
@@ -205,13 +208,13 @@ def fit_around(
 
 @dataclass(eq=False)
 class ShardingProblem:
-    """All choices on one axis, their costs, and the conversion costs of values between them.
+    """Optimization problem of one axis: all choices, their costs, and the costs of conversions.
 
     Args:
         stored: {parameter: its placement}, for parameters that are not chosen.
         fixed: {operator: its strategy}, for operators that are not chosen.
         between: placement of values between matrix products (`ValuePlacement`).
-        is_shared: repeated blocks share their choices.
+        is_shared: True if repeated blocks share their choices.
     """
 
     graph: fx.Graph
@@ -241,14 +244,19 @@ class ShardingProblem:
             choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: AxisConstraints) -> ShardingProblem:
-        """Return a copy of this problem with other pins. The shardings over solved axes stay."""
+        """Return a copy of this problem with other pins. Shardings over axes that are already solved stay."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return replace(self, pinned=replace(pinned, **known))
 
     def sharing_costs(self, shared: Sharding) -> float:
-        """Return the relative saving if the first and last repeated blocks could have other layouts."""
+        """Return the relative amount by which the cost would fall if repeated blocks did not share layouts.
+
+        Only the first and the last blocks get other layouts.
+
+        `shared`: the solution in which all repeated blocks have equal layouts.
+        """
         saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
-        return max(0.0, round(saved, 6))  # smaller savings come from tie-breaking
+        return max(0.0, round(saved, 6))  # a smaller saving is noise: among equally good solutions HiGHS returns any
 
     def _collect(self) -> None:
         """Create the choices: for corresponding operators in repeated blocks, then for parameters."""
@@ -272,7 +280,7 @@ class ShardingProblem:
             self._join(facts(node)["place"], node, places)
 
     def _options(self, node: fx.Node) -> list[Strategy]:
-        """Return the strategies that an operator may choose from.
+        """Return the strategies that the solver may choose for an operator.
 
         If `between` is "cut", values are sharded between matrix products. An operator that can shard a dim without a
         weight, such as the sequence, then has no replicated strategies.
@@ -362,13 +370,13 @@ class ShardingProblem:
             for node in choice.members:
                 if node.op == "call_function":
                     chosen[node] = option
-                elif node.op == "get_attr":  # else an input that needs a gradient, which is replicated
+                elif node.op == "get_attr":  # the rest: inputs with a gradient, replicated
                     stored[node.target] = option
         bound = solution.cost - solution.gap * abs(solution.cost)
         return Sharding(chosen, stored, options, solution.cost, bound)
 
     def price(self, options: Mapping[int, int], prices: ShardingCosts) -> ShardingCost:
-        """Return the cost of a solution, by term.
+        """Return the cost of a solution, split into terms such as FLOPs and communication.
 
         Args:
             options: `{id of a choice: index of its option}`.
@@ -392,9 +400,11 @@ class ShardingProblem:
         value: _SharedValue,
         forbidden: ForbiddenConversion | None,
     ) -> None:
-        """Add the conversion costs of a value to the problem. Each target placement costs once.
+        """Add the conversion costs of a value to `pairs`.
 
-        If there are several consumers, an extra variable chooses the set of placements in which the value exists.
+        Consumers that need one placement share one conversion. If there are several consumers, an extra variable
+        chooses the
+        set of placements in which the value exists.
         """
         uses = list(value.uses.values())
         targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})

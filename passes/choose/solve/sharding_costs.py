@@ -42,13 +42,16 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
-"""Weight of unsharded matrix FLOPs in the objective, relative to the cost of all communication together."""
+"""Weight of matrix FLOPs that the axis does not shard, relative to the cost of all communication."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
-"""Factor on the cost of reduce-scatter and all-gather if replicated values are preferred. A reduce-scatter and an
-all-gather move as many bytes as one all-reduce. Sharding the values between them saves only memory traffic, a few per
-cent of their time. With this factor it is chosen only if it saves more, as for k and v with few heads."""
+"""Factor on the cost of reduce-scatter and all-gather, if replicated values are preferred.
+
+A reduce-scatter and an all-gather move as many bytes as one all-reduce. Sharding the values between them saves only
+memory traffic, a few per cent of their time. With this factor, values are sharded only if that saves more, as for k and
+v with few heads.
+"""
 
 _ACCURACY = 0.01
 """Accuracy of a predicted time: two times count as equal if they differ by less than this share."""
@@ -56,15 +59,15 @@ _ACCURACY = 0.01
 
 @dataclass(frozen=True)
 class CostedStep:
-    """Properties of a training step that costs depend on.
+    """Properties of a training step on which costs depend.
 
     Args:
         batch_shards: number of shards of the batch, over ranks and microbatches.
         storage: policy for storing parameters sharded over other axes (ZeRO).
         stride: difference of the global ranks of neighbours on `axis`.
-        summed: bytes of a reduced gradient per byte of the parameter in compute dtype (mixed precision).
+        summed: mixed precision: bytes of an element in the reduce dtype divided by bytes in the compute dtype.
         axis: the axis whose options are costed.
-        balance: number of tokens of the rank with the most tokens for its experts, relative to the mean.
+        balance: number of tokens on the rank whose experts get the most tokens, relative to the mean.
     """
 
     microbatches: int = 1
@@ -108,7 +111,7 @@ class ShardingCost:
         return self.communication_s + self.memory_traffic_s + self.gradient_sync_s
 
     def is_less(self, other: ShardingCost) -> bool:
-        """Return True if this cost is lower than the other cost by more than the accuracy of a prediction.
+        """Return True if this cost is lower than `other` by more than the error of a prediction.
 
         Matrix FLOPs and weights on one rank are compared first, then the seconds of a step.
         """
@@ -118,10 +121,10 @@ class ShardingCost:
 
 
 def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: CostedStep) -> bool:
-    """Return True if latency dominates the all-reduce of a typical value.
+    """Return True if latency takes most of the time of an all-reduce of a typical value.
 
-    The model is then a test model. Its cheapest plan would not suit the full-size model; for example, it gathers the
-    logits.
+    The model is then a small test model. Its cheapest plan would not suit the full-size model; for example, it gathers
+    the logits.
     """
     values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
     sizes = np.repeat(
@@ -142,7 +145,7 @@ def _has_rows(atoms: Any) -> bool:
 
 
 class _ConvertedValue(NamedTuple):
-    """Properties of a value that determine its conversion cost.
+    """Properties of a value that determine the cost of converting it between placements.
 
     `size_bytes`: as `ShardingCosts.bytes`. `others`: (placement, axis size) on each axis that is already solved.
     """
@@ -156,14 +159,14 @@ class _ConvertedValue(NamedTuple):
 
 
 class ShardingCosts:
-    """Costs of the operators and weights of a graph on an axis of `num_shards` ranks.
+    """Cost model of one axis: costs of operators, weights and conversions on `num_shards` ranks.
 
     Args:
         nodes: all operators and parameters whose sharding is chosen.
-        whole: prefer replicated values between operators if they cost little more. The latency of their collectives is
-            then ignored, because it would dominate at the small sizes of a test model.
-        weights_chosen: the solver also chooses the placements of weights.
-        before: strategies of each operator on the axes that are already solved, with the sizes of the axes.
+        whole: True to prefer replicated values between operators if they cost little more. The latency of their
+            collectives is then ignored, because it would dominate at the small sizes of a test model.
+        weights_chosen: True if the solver also chooses the placements of weights.
+        before: {operator: its (strategy, axis size) on each axis that is already solved}.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class ShardingCosts:
         self.table = sum(_weight_bytes(n) * weight for n, weight in weighted(nodes)) or 1
 
     def with_full_latency(self) -> ShardingCosts:
-        """Return a copy that counts all latency and does not prefer replicated values."""
+        """Return a copy of the cost model that counts all latency and does not prefer replicated values."""
         other = copy(self)
         other.whole, other.links, other._seconds = False, self.hardware, {}
         return other
@@ -195,7 +198,7 @@ class ShardingCosts:
         return _DIVIDE_FIRST * self.scale * price.undivided + price.seconds
 
     def bytes(self, node: fx.Node) -> float:
-        """Return the bytes of a value for one microbatch on one rank, if this axis does not shard it."""
+        """Return the bytes of one microbatch of a value on one rank, if this axis does not shard the value."""
         parts = math.prod(ranks for place, ranks in self._others(node) if place.is_partitioned)
         return size_bytes(node) / _row_shards(node, self.step) / parts
 
@@ -205,7 +208,10 @@ class ShardingCosts:
         return [(strategy.outputs[index], ranks) for strategy, ranks in self.before.get(source, ())]
 
     def option(self, node: fx.Node, option: Strategy | Placement) -> ShardingCost:
-        """Return the cost of an operator's strategy or a parameter's placement, without conversions."""
+        """Return the cost of an operator's strategy, or of a parameter's placement.
+
+        Conversions of the operator's inputs are not included.
+        """
         if not isinstance(option, Strategy):
             over = self._stored_over(node, option)
             partial = option == R_GRAD_P and not (over and self.step.axis in mesh_axes_of(over))
@@ -217,10 +223,11 @@ class ShardingCosts:
         return ShardingCost(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def storage_cost(self, node: fx.Node, place: Placement) -> ShardingCost:
-        """Return the cost over the data axes of a parameter with this placement: ZeRO or gradient all-reduce.
+        """Return the cost over the data axes of a parameter with placement `place` on this axis.
 
-        If ZeRO is requested but no dim of the parameter divides over the data ranks, the bytes that stay on every rank
-        are added to `weights`.
+        It is the cost of ZeRO, or of the all-reduce of the gradient. If ZeRO is requested but the data ranks divide no
+        dim
+        of the parameter, its bytes, which stay on every rank, are added to `weights`.
         """
         storage = self.step.storage
         if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
@@ -233,7 +240,10 @@ class ShardingCosts:
         return price + ShardingCost(weights=left)
 
     def _stored_over(self, node: fx.Node, place: Placement) -> str:
-        """Return the flattened axes over which a parameter with this placement is stored sharded, or ""."""
+        """Return the flattened axes over which ZeRO shards a parameter with placement `place` on this axis.
+
+        The result is a name such as `dp_cp`, or "".
+        """
         if node.op != "get_attr":
             return ""
         part = self.step.storage.place(node.target, shape(node), self._layout(node, place))
@@ -250,7 +260,7 @@ class ShardingCosts:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
-        """Return the share of all matrix FLOPs, and of all weights, that one rank has under a strategy."""
+        """Return the shares of all matrix FLOPs and of all weights that this operator leaves on one rank."""
         # Unequal shards count as equal: a few per cent of work are not worth another collective.
         work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
         weights = 0.0
@@ -261,7 +271,7 @@ class ShardingCosts:
         return work, weights / self.table
 
     def _traffic_s(self, node: fx.Node, option: Strategy) -> float:
-        """Return the seconds per step to write the operator's outputs to memory."""
+        """Return the seconds per step in which a rank writes the operator's outputs to memory."""
         if facts(node)["role"] == WEIGHT:
             return 0.0
         fullest = self.step.balance
@@ -276,7 +286,7 @@ class ShardingCosts:
         return self.step.microbatches * written / self.hardware.memory_bytes_per_s
 
     def _inner_s(self, node: fx.Node, option: Strategy) -> float:
-        """Return the seconds of the collectives inside an operator.
+        """Return the seconds per step of the collectives that an operator itself runs.
 
         Such operators are a loss with sharded classes, ring attention, and MoE dispatch and combine.
         """
@@ -320,7 +330,7 @@ class ShardingCosts:
         if place == target or (not value.needs_grad and place.is_replicated and target.is_replicated):
             return 0.0
         if target.is_shard and (value.is_chosen_weight or (place.is_shard and value.role == PARAMETER)):
-            return float("inf")  # a weight is stored as it is used: sharding a replicated weight saves no memory
+            return float("inf")  # not allowed: a weight that is stored replicated and then sharded saves no memory
         place, target = relative_placement(place, value.others), relative_placement(target, value.others)
         if not is_direct(place, target, value.shape, self.num_shards):
             whole = R_GRAD_P if value.needs_grad else R
@@ -333,7 +343,7 @@ class ShardingCosts:
             return seconds
         return (
             max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100
-        )  # the small term keeps the cheaper of two scatters
+        )  # the small term prefers the cheaper of two conversions with equal maximum
 
     def _converted_value(self, used: fx.Node) -> _ConvertedValue:
         if used not in self._values:
@@ -347,15 +357,15 @@ class ShardingCosts:
 
 
 def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int = 1) -> float:
-    """Return the seconds to all-reduce a gradient of `size` bytes once a step.
+    """Return the seconds that the all-reduce of a gradient of `size` bytes adds to a step.
 
-    Gradients in one bucket share their latency, so the cost is a little below that of a separate collective.
+    Gradients in one bucket share their latency, so the time is a little below that of a separate collective.
     """
     return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
 
 
 def reduce_bytes_ratio(trace: Trace) -> float:
-    """Return the size of the reduce dtype relative to the compute dtype (mixed precision)."""
+    """Return the bytes of the reduce dtype divided by the bytes of the compute dtype (mixed precision)."""
     precision = trace.precision
     return 1.0 if precision is None else precision.reduce.itemsize / precision.compute.itemsize
 
@@ -365,13 +375,14 @@ def sharded_storage_cost(
 ) -> ShardingCost:  # fmt: skip
     """Return the communication cost of one parameter over the data axes, sharded (ZeRO) or replicated.
 
-    ZeRO 3 gathers a parameter and reduce-scatters its gradient in every microbatch. ZeRO 2 gathers once a step, and
-    ZeRO 1 does both once a step. The gradient of a replicated parameter is all-reduced once a step.
+    ZeRO 3 gathers a parameter and reduce-scatters its gradient in every microbatch. ZeRO 2 reduce-scatters in every
+    microbatch but gathers once a step. ZeRO 1 does both once a step. The gradient of a replicated parameter is
+    all-reduced once a step.
 
     Args:
         size: bytes of the parameter on one rank, before it is sharded over `over`.
         over: flattened axes over which it is stored sharded; "" if it is replicated.
-        trained: the parameter has a gradient.
+        trained: True if the parameter has a gradient.
     """
     mesh, axis = storage.mesh, over or storage.mesh.data_axis
     ranks, stride = mesh.size(axis), mesh.stride(axis)
@@ -394,10 +405,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _weight_bytes(node: fx.Node) -> int:
-    """Return the bytes of the weights that a matrix product or an embedding look-up uses.
-
-    0 for other operators.
-    """
+    """Return the bytes of the weights of a matrix product or an embedding look-up; 0 for other operators."""
     pattern = facts(node).get("pattern")
     if pattern is None or not (pattern.flops or pattern.lookup):
         return 0

@@ -1,6 +1,6 @@
 """Choice of stage boundaries: exact minimization of the cost of the most loaded stage.
 
-Operators keep their order. A stage may begin at any operator, unless a value that crosses the boundary cannot be sent.
+Operators keep their order. A stage may begin at any operator at which all values that cross the boundary can be sent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def partition(
 ) -> Partition:  # fmt: skip
     """Return the best partition of an annotated graph into `num_stages` stages.
 
-    Raises StageError if the model has too few legal boundaries.
+    Raises StageError if the model has too few operators at which a stage can begin.
 
     Args:
-        folds: deduplicated blocks of the trace. Boundary indices count the operators of all blocks.
+        folds: deduplicated blocks: the trace contains only one of several equal blocks. Boundary indices count the
+            operators of all blocks.
         send_cost: as in `balance`.
         tail: as in `find_partition`.
     """
@@ -57,16 +58,16 @@ def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
     folds: DeduplicatedBlocks = (), send_cost: float = 0.0, tail: Set[fx.Node] = frozenset(),
 ) -> Partition | None:  # fmt: skip
-    """Return the best partition of the operators that depend on parameters.
+    """Return the best partition of the operators that depend on parameters into stages.
 
-    None if there are too few legal boundaries.
+    None if there are too few operators at which a stage can begin.
 
     Args:
         begins: operator indices at which a stage must begin.
         inside: operator indices at which no stage may begin.
         folds: deduplicated blocks of the trace.
         send_cost: as in `balance`.
-        tail: operators that run on the last stage after all microbatches, so that no stage waits for them.
+        tail: operators that run on the last stage after all microbatches. No other stage waits for them.
     """
     order, sent = full_model_indices(nodes, folds), boundary_bytes(nodes, tail)
     works = [0.0 if node in tail else work(node) for node in nodes]
@@ -75,9 +76,9 @@ def find_partition(
 
 
 def flops_per_sent_byte(problem: Problem) -> float:
-    """Return the forward FLOPs that a rank could run while one byte crosses a stage boundary.
+    """Return the forward FLOPs that a rank can run in the time in which one byte crosses a stage boundary.
 
-    Each rank of a stage is assumed to have an equal share of every operator.
+    Each rank of a stage is assumed to run an equal share of every operator.
     """
     nodes = active_operators(problem.graph)
     order = full_model_indices(nodes, problem.trace.folds)
@@ -92,18 +93,19 @@ def flops_per_sent_byte(problem: Problem) -> float:
 
 
 def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> list[int]:
-    """Return, for each operator of the full model, the index in `nodes` of its representative.
+    """Return, for each operator of the full model, the index in `nodes` of the node that represents it.
 
-    Only operators that depend on parameters are included. If blocks are deduplicated, the trace contains one of
-    several equal blocks. Operators of this block represent those of all equal blocks.
+    If blocks are deduplicated, the trace contains only one of several equal blocks, and its operators represent those
+    of
+    all these blocks. Only operators that depend on parameters are included.
     """
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
 def can_run_tail(trace: Trace, tail: Set[fx.Node], num_stages: int) -> bool:
-    """Return True if a pipeline can run these operators once, on all microbatches of its last stage.
+    """Return True if a pipeline can run the operators `tail` once, for all microbatches, at its end.
 
-    They may have at most half of the FLOPs, because all other stages wait for them.
+    They run on the last stage. They may have at most half of the FLOPs, because all other stages wait for them.
     """
     nodes = active_operators(trace.graph)
     loads = np.array([work(node) for node in nodes])
@@ -122,8 +124,8 @@ def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset(), tail: S
 def boundary_bytes(nodes: list[fx.Node], tail: Set[fx.Node] = frozenset()) -> list[float]:
     """Return, for each operator, the bytes that would be sent if a stage began at it.
 
-    Infinite if no stage can begin at the operator. Then a value that crosses the boundary has no gradient or a
-    data-dependent size, or another mode of the model lacks the operator.
+    The number is infinite if no stage can begin at the operator, for one of three reasons: a value that crosses the
+    boundary has no gradient, or has a data-dependent size, or another mode of the model lacks the operator.
 
     Args:
         tail: operators that run on the last stage, after all others.
@@ -153,7 +155,7 @@ def boundary_bytes(nodes: list[fx.Node], tail: Set[fx.Node] = frozenset()) -> li
 def _tied_to_mode(node: fx.Node) -> bool:
     """Return True for an operator that only some modes of the model contain (loss, dropout).
 
-    No stage begins at it, because all modes need the same boundaries.
+    No stage begins at such an operator, because all modes need the same boundaries.
     """
     inner = facts(node).get("named") == INNER
     return (
@@ -162,9 +164,9 @@ def _tied_to_mode(node: fx.Node) -> bool:
 
 
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
-    """Return the load of each stage, if every stage gets the same number of repeated blocks.
+    """Return the load (FLOPs) of each stage if every stage gets an equal number of repeated blocks.
 
-    The embedding is in the stage of the first blocks, the head in that of the last.
+    The embedding is in the stage of the first blocks, the head in the stage of the last blocks.
     """
     nodes = active_operators(graph)
     layers = sorted({layer for n in nodes if (layer := layer_of(name_of(n))) is not None})
@@ -178,7 +180,7 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
 
 
 def check_batch(trace: Trace, mesh: Mesh, microbatches: int) -> None:
-    """Raise StageError if the batch does not divide over data-parallel ranks and microbatches."""
+    """Raise StageError if data-parallel ranks times microbatches does not divide the batch size."""
     batch = batch_size(trace)
     parts = mesh.batch_divisor * microbatches
     if batch % parts:
@@ -196,7 +198,10 @@ def check_batch(trace: Trace, mesh: Mesh, microbatches: int) -> None:
 
 
 def _of_a_list(trace: Trace, batch: int) -> str:
-    """Describe where the batch size comes from, if it is the first dim of tensors in a list."""
+    """Return text for an error that names the list of tensors that determines the batch size.
+
+    "" if the batch size does not come from a list.
+    """
     names = [facts(node).get("input_name", "") for node in trace.graph.find_nodes(op="placeholder")
              if shape(node)[:1] == (batch,)]  # fmt: skip
     if not names or not all(name.rpartition(".")[2].isdigit() for name in names):

@@ -1,4 +1,4 @@
-"""Resolution of stage pins in a traced model: "cut before this module", "keep these modules together"."""
+"""Stage pins ("cut before this module", "keep these modules together"), as operator indices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StagePin = CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class StagePins:
-    """Indices of operators at which a stage must begin (`begins`) or must not begin (`inside`).
+    """Operator indices at which a stage must begin (`begins`), or must not begin (`inside`).
 
     Indices count only operators that depend on parameters.
     """
@@ -37,7 +37,7 @@ def pinned_partition(
     graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: DeduplicatedBlocks = (),
     send_cost: float = 0.0, tail: Set[fx.Node] = frozenset(),
 ) -> Partition:  # fmt: skip
-    """Return the best partition that the pins allow.
+    """Return the best partition into stages that the user's stage pins allow.
 
     Raises StageError with the conflicting pins if no partition follows all pins.
 
@@ -58,7 +58,7 @@ def pinned_partition(
     best = _partition(nodes, num_stages, _positions(nodes, every, pins), send_cost, tail)
     if best is not None:
         return best
-    partition(graph, num_stages)  # raises if the pins are not the cause
+    partition(graph, num_stages)  # raises an error if the partition is impossible even without pins
     raise _conflict(nodes, num_stages, pins)
 
 
@@ -88,9 +88,9 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 
 
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
-    """Return {texts that the `*` in a name match: indices of the operators that the name matches}.
+    """Group the operators that a name matches by the text that each `*` of the name matches.
 
-    For example, `layers.*` gives the indices of layer 3 under the key `("3",)`.
+    For example, for the name `layers.*` the result has the operator indices of layer 3 under the key `("3",)`.
     """
     pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
     positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -106,7 +106,7 @@ def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[t
 
 
 def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
-    """Return the first of these operator indices. Raise StageError if no stage can begin at it."""
+    """Return the smallest of the indices in `positions`. Raise StageError if no stage can begin at it."""
     first = min(positions)
     why = "the model begins with it: a stage would be empty" if first == 0 else ""
     if boundary_bytes(nodes)[first] == float("inf"):

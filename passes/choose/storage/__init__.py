@@ -1,1 +1,1 @@
-"""Storage of parameters: sharded (ZeRO) or replicated, and how their gradients are synchronized."""
+"""Storage of parameters: sharded (ZeRO) or replicated, and reduction of their gradients."""

@@ -1,15 +1,21 @@
-"""Storage of parameters: sharding over the data axes (ZeRO), and the tensors that every rank stores.
+"""Storage of parameters: sharded over the data axes (ZeRO) or replicated, equally in all programs.
 
-With `zero` of 1 to 3, a rank of `dp` stores one shard of a weight and of its optimizer state (ZeRO: Rajbhandari et al.
-2020, arXiv:1910.02054, section 5; stage 3 is FSDP: Zhao et al. 2023, arXiv:2304.11277). That is an ordinary placement,
-`S(d)` on `dp`. An operator that uses the weight converts it to `R(grad P)`: an all-gather in forward, a reduce-scatter
+With `zero` of 1 to 3, a rank of `dp` stores one shard of a weight and of its optimizer state (ZeRO: Rajbhandari et
+al.
+2020, arXiv:1910.02054, section 5; stage 3 is FSDP: Zhao et al. 2023, arXiv:2304.11277). That is an ordinary
+placement,
+`S(d)` on `dp`. An operator that uses the weight converts it to `R(grad P)`: an all-gather in forward, a
+reduce-scatter
 of the gradient in backward. The ZeRO stages differ in how long the runtime keeps the unsharded weight and gradient
 (`Program.zero`). Each dim is sharded by one axis at most, so that a shard is one contiguous range of the dim.
 
-`Axis.stores` marks the axes over which parameters may be stored sharded. All axes over which a weight is otherwise
-replicated are flattened to one axis, like `dp_shard_cp` in torchtitan. For example, `S(0)` on `dp_cp` shards over the
-ranks of both axes, and one collective gathers it. An expert's weight that `ep` shards is stored over `dp_cp`; one that
-`ep` and `cp` shard (`expert_axes.py`) is stored over `dp`. Other weights are stored over `dp_cp_ep`.
+`Axis.stores` marks the axes over which parameters may be stored sharded. All such axes over which a weight is
+otherwise
+replicated are flattened to one axis, like `dp_shard_cp` in torchtitan. For example, `S(0)` on `dp_cp` shards over
+the
+ranks of both axes, and one collective gathers it. An expert's weight that `ep` shards is stored over `dp_cp`. An
+expert's weight that `ep` and `cp` shard (`expert_axes.py`) is stored over `dp`. Other weights are stored over
+`dp_cp_ep`.
 """
 
 from __future__ import annotations
@@ -28,11 +34,11 @@ from autopart.plans.pins import LayoutPin
 
 @dataclass(frozen=True)
 class Storage:
-    """Policy for storing parameters sharded over axes of a mesh, given their layouts on other axes.
+    """Policy that decides over which mesh axes a parameter is stored sharded (ZeRO).
 
     Args:
         zero: ZeRO stage.
-        pinned: pins on the data axis, by parameter.
+        pinned: {parameter: its pins on the data axis}.
         beside: {parameter: its layout on the axes that are already solved}.
     """
 
@@ -42,7 +48,7 @@ class Storage:
     beside: Mapping[str, Layout] = field(default_factory=dict)
 
     def place(self, name: str, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
-        """Return the flattened axes over which a parameter is stored sharded, and its placement on these axes.
+        """Return where ZeRO shards a parameter: flattened axes such as `dp_cp`, and the placement on them.
 
         None if the parameter is stored replicated.
 
@@ -61,15 +67,17 @@ class Storage:
     def over(self, others: Layout) -> tuple[str, ...]:
         """Return the flattened axes over which a parameter can be stored sharded, most ranks first.
 
-        `others`: layout of the parameter on the other axes.
+        An example of the axes is `dp_cp`.
+
+        Args:
+            others: layout of the parameter on the other axes.
         """
         return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
 
     def storing_axes_for(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
-        """Return the flattened axes over which a parameter can be stored with this placement, and a reason.
+        """Return (flattened axes over which a parameter can be stored with this placement, "").
 
-        If there are none, the axes are "" and the reason explains why. Otherwise the reason is "". Without `zero`,
-        only the data axis is possible.
+        If no axes are possible, returns ("", reason). Without `zero`, only the data axis is possible.
         """
         if not place.is_shard:
             return "", ""
@@ -82,17 +90,17 @@ class Storage:
 
     @property
     def min_dims(self) -> int:
-        """The least number of dims of a parameter that is stored sharded.
+        """The minimum number of dims of a parameter that ZeRO shards.
 
-        ZeRO 1 and 2 gather once a step, so they shard vectors too.
+        It is 1 for ZeRO 1 and 2: they gather once a step, so they shard vectors too.
         """
         return MIN_DIMS if self.zero == 3 else 1
 
 
 def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
-    """Return the placement that shards the first divisible dim that no other axis shards.
+    """Return the placement that shards the first dim that `ranks` divides and no other axis shards.
 
-    None if there is none.
+    None if there is no such dim.
     """
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
@@ -100,7 +108,7 @@ def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> P
 
 
 def storable_placements(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -> str:
-    """Return the possible placements on axes that store shards, as text for errors: `S(0), S(1) or R`."""
+    """Return text for errors that lists how `axis` could store a parameter: `S(0), S(1) or R`."""
     fits = [
         f"S({dim})" for dim in range(len(sizes)) if not cannot_store_sharded(shard(dim), sizes, axis, ranks, others)
     ]
@@ -110,13 +118,13 @@ def storable_placements(sizes: Sequence[int], axis: str, ranks: int, others: Lay
 def stored_tensors(
     trace: Trace, decisions: Decisions, readers: Mapping[str, set[int]], axes: Sequence[str]
 ) -> dict[str, StoredTensor]:
-    """Return {parameter: its storage}, which all programs of one plan share.
+    """Return {parameter: how it is stored}, which all programs of one plan share.
 
     The gradient of a parameter is a partial sum on the batch axes over which the parameter is replicated, and on axes
-    with `R(grad P)`.
+    with the placement `R(grad P)`.
 
     Args:
-        readers: the stages that use each parameter.
+        readers: {parameter: the stages that use it}.
         axes: mesh axes with more than one rank, without the pipeline axis.
     """
     stored, features = {}, decisions.mesh.chosen
@@ -137,7 +145,7 @@ def stored_tensors(
 
 
 def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> SyncMethod | None:
-    """Return the `dp_sync` method for a parameter's gradient; None if the gradient is reduced exactly.
+    """Return the `dp_sync` method that reduces a parameter's gradient; None for an exact reduction.
 
     With `zero=1` the gradient is unsharded until the end of a step, so a method can be used.
 

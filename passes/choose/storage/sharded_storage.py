@@ -26,15 +26,15 @@ from autopart.plans.pins import LayoutPin
 
 @driven(notes=layout_notes)
 def choose_sharded_storage(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """Return the layouts `stored` of the parameters, with ZeRO shards added.
+    """Return the layouts `stored` of the parameters, extended by their ZeRO shards.
 
-    Pinned parameters follow their pins. ZeRO 1 and 2 shard all parameters that divide. ZeRO 3 shards only parameters
-    of two dims or more.
+    Pinned parameters follow their pins. ZeRO 1 and 2 shard all parameters that are divisible. ZeRO 3 shards only
+    parameters of two dims or more.
 
     Args:
-        stored: layout by parameter. Placements on storing axes (`Axis.stores`) are ignored.
+        stored: {parameter: its layout}. Placements on the axes that store shards (`Axis.stores`) are ignored.
 
-    Raises OptionError if the mesh has no storing axis, and LayoutError if a pin cannot be followed.
+    Raises OptionError if the mesh has no axis that can store shards, and LayoutError if a pin cannot be followed.
     """
     mesh, storage, zero = problem.mesh, problem.storage, problem.zero
     over = mesh.storing_axis
