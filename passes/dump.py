@@ -33,14 +33,15 @@ from autopart.ir.program import Program
 Notes = Callable[[fx.Node], Iterable[str]]
 """Function that yields the comments for one node, which a dump prints after the node's line."""
 NodeNotes = Mapping[str, tuple[str, ...]]
-"""{name of a node: its comments}"""
+"""{name of a node: its comments}, printed after the node's line"""
 
 
 class Shown(NamedTuple):
     """Functions that print the result of a pass that does not change its graph.
 
-    `notes`: given the result, returns a function that yields comments for one node. `files`: given the result, returns
-    {file name: text}.
+    Args:
+        notes: `notes(result)` returns a function that yields comments for one node.
+        files: `files(result)` returns {file name: text}.
     """
 
     notes: Callable[[Any], Notes] | None = None
@@ -48,9 +49,9 @@ class Shown(NamedTuple):
 
 
 class Dump:
-    """Dump folder of one trace.
+    """Dump folder of one trace, with a file for each pass.
 
-    It stores the latest text of each graph, with which the next pass is compared.
+    The object stores the latest text of each graph, to write the change by the next pass.
     """
 
     def __init__(self, root: str, graph: fx.Graph):
@@ -62,19 +63,19 @@ class Dump:
         self._write(self.folder / "passes.txt", "")
 
     def see(self, graph: fx.Graph) -> None:
-        """Store the text of a graph if it has none yet: the text before the first pass."""
+        """Store the text of a graph before its first pass. Does nothing for a graph that has a stored text."""
         if graph not in self.texts:
             self.texts[graph] = graph_text(graph)
 
     def record(
         self, graph: fx.Graph, name: str, text: str, took_s: float, failed: bool, shown: Shown, result: Any
     ) -> None:
-        """Write the files of a pass, and its line in `passes.txt`.
+        """Write the files of a pass to the dump folder, and the line of the pass in `passes.txt`.
 
         Args:
             name: name of the pass, for file names.
             text: name and options of the pass, for users.
-            failed: the pass raised an error.
+            failed: True if the pass raised an error.
             shown: functions that print `result`, the return value of the pass.
         """
         self.num_passes += 1
@@ -124,7 +125,7 @@ def dump_of(graph: fx.Graph, root: str) -> Dump | None:
 
 @contextmanager
 def within(dump: Dump | None) -> Iterator[None]:
-    """Record passes over new graphs in this dump during a `with` block."""
+    """Record passes over new graphs in `dump` during a `with` block."""
     token = _within.set(dump)
     try:
         yield
@@ -133,7 +134,7 @@ def within(dump: Dump | None) -> Iterator[None]:
 
 
 def check_folder() -> None:
-    """Raise OptionError if the folder in `AUTOPART_DUMP` cannot be written to. Runs before any pass."""
+    """Raise OptionError if the folder in `AUTOPART_DUMP` cannot be written to. Called before any pass."""
     if root := flags().dump:
         _own_folder(root)
 

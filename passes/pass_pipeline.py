@@ -1,7 +1,7 @@
 """Driver of passes: it times and checks them, writes dumps (`dump.py`), and reports failed nodes.
 
 A `Pass` rewrites a graph in place, under `run_passes`. Other functions of a trace analyze it, choose a plan or write a
-program. They run in the driver if they are decorated with `driven`.
+program. The driver runs them too if they are decorated with `driven`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def _read_options(text: str) -> dict[str, Any] | None:
 
 
 def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Callable[[fx.Graph], Any]]:
-    """Decorate a function that rewrites one call. The result is a pass over all calls of these operators."""
+    """Decorate a function that rewrites one call.
+
+    The result is a pass that applies it to all calls of these operators.
+    """
 
     def decorate(rewrite: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.Graph], Any]:
         def run(graph: fx.Graph) -> Any:
@@ -119,7 +122,7 @@ def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Cal
 
 
 def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[Any]:
-    """Run passes in the order of the list, and return their results.
+    """Run passes on a graph, one after another. Return a list of their results.
 
     After each pass that changed the graph, dead code is removed and the order of nodes is checked. `graph.lint` runs
     after the last pass, or after each pass if `AUTOPART_CHECK` is set. Raises PassError.
@@ -143,7 +146,7 @@ def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[
 
 
 class Driven(Protocol):
-    """Protocol of the object that a driven function gets: a trace, or another object with a graph."""
+    """Protocol of the first argument of a `driven` function: a trace, or another object with a graph."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -155,7 +158,7 @@ Subject = TypeVar("Subject", bound=Driven)
 def driven(
     notes: Callable[[Any], Notes] | None = None, files: Callable[[Any], Mapping[str, str]] | None = None
 ) -> Callable[[Callable[Concatenate[Subject, P], T]], Callable[Concatenate[Subject, P], T]]:
-    """Decorate a function of a trace that does not change the graph, so that it runs as a pass.
+    """Decorate a function that analyzes a trace without changing it, so that the driver runs it.
 
     The driver times the function, dumps its result (`notes` and `files`, as in `Shown`), and checks the graph if
     `AUTOPART_CHECK` is set. Errors that are not the user's mistake become a PassError.
@@ -222,7 +225,7 @@ def _said(called: Pass, of: str) -> str:
 
 
 def _node_of(error: Exception) -> fx.Node | None:
-    """Return the node that a failed pass was working on, from the local variables of the traceback.
+    """Return the node that a failed pass was working on, found in the local variables of the traceback.
 
     The result is the variable `node` of the innermost frame that has such a variable. Otherwise it is any local
     variable that is a node, or None.

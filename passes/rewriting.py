@@ -1,4 +1,4 @@
-"""Helpers for passes that rewrite a graph: they add calls, and compute the fake tensors of results."""
+"""Helpers for passes that rewrite a graph: add calls, and compute their results on fake tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
 
 
 def argument_key(leaf: Any) -> tuple:
-    """Return a cache key of an argument. Arguments with equal keys give results with equal metadata."""
+    """Return a cache key of an argument.
+
+    Calls whose arguments have equal keys have results with equal metadata.
+    """
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(leaf)
     sizes = leaf.shape, leaf.stride(), leaf.storage_offset()
@@ -61,7 +64,7 @@ def fake_mode(near: list[fx.Node]) -> Any:
 
 
 def name_replacement_calls(node: fx.Node, before: fx.Node, name: str) -> None:
-    """Name the calls that replace `node`. These are the calls between `before` and `node` in the graph.
+    """Name the calls that replace `node`: the calls between `before` and `node` in the graph.
 
     The first call gets the name of `node`, all other calls get `name`. Without random operators (eval mode), a trace
     contains `node` itself. So a stage boundary with this name is found in both traces.

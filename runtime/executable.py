@@ -123,8 +123,7 @@ class Executable:
 
         Args:
             scaling: dynamic loss scaling. If a gradient is not finite, every `.grad` becomes None, including gradients
-                of
-                earlier calls. Then the optimizer's step changes nothing.
+                of earlier calls. Then the optimizer's step changes nothing.
 
         Returns:
             The loss and the program's other outputs, for the global batch, detached.

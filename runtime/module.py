@@ -250,9 +250,9 @@ class ParallelModule(
             loss_fn: computes the loss as `loss_fn(outputs, target)`, for a model that returns no loss. It is traced
                 with the model.
             loss_scale: a number, or a tensor with one entry. The step adds the gradients of `loss_scale` times the
-                loss. The
-                returned loss and earlier gradients in `.grad` are not multiplied. With `precision="fp16"`, `step` also
-                applies `pm.loss_scale`, a separate factor, and divides the gradients by it again. If a gradient is
+                loss. The returned loss and earlier gradients in `.grad` are not multiplied. With `precision="fp16"`,
+                `step` also applies `pm.loss_scale`, a separate factor, and divides the gradients by it again. If a
+                gradient is
                     then not
                 finite, every `.grad` is None.
             num_tokens: number of labels in all batches whose gradients are accumulated, for a loss that is a mean over

@@ -180,9 +180,8 @@ def timeline(
       ranks are ready, and the receiving rank is idle. GPipe waits for its sends after the last forward and the last
       backward.
     - 1F1B waits for a send before the next send. In its steady state, it waits for a send together with the next
-      receive
-      from the same neighbour. The model assumes that both end at the same moment, as if a gradient took as long as its
-      activation.
+      receive from the same neighbour. The model assumes that both end at the same moment, as if a gradient took as long
+      as its activation.
     - If sends overlap, each direction between two ranks carries one value at a time. The model assumes that all
       receives are posted before the matching sends.
     - DualPipeV runs some pairs of actions as one action, and sends the results of both at the end of the pair.

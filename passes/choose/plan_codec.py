@@ -1,7 +1,6 @@
 """Conversion between decisions (objects) and plan entries (text), by `encode` and `decode`.
 
-`decode(encode(decisions)) == decisions`, so a plan from a file gives the identical program, and nothing is solved.
-A
+`decode(encode(decisions)) == decisions`, so a plan from a file gives the identical program, and nothing is solved. A
 plan also applies to calls of the model with other input shapes: `decode` then adapts the decisions to these shapes.
 """
 
@@ -330,8 +329,7 @@ def _read_strategies(
     """Read the strategies of the operators on one axis from the plan.
 
     The trace must be the one that the plan was made for. Raises PlanError for an unknown operator, or for a strategy
-    that
-    the operator's sharding rule does not allow.
+    that the operator's sharding rule does not allow.
     """
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()

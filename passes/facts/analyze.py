@@ -1,10 +1,11 @@
 """Analysis of every value of a traced graph, before the plan is chosen.
 
-`annotate` writes the facts that `ir/facts.py` lists. Two of them in detail:
+`annotate` writes facts on the nodes, which `ir/facts.py` lists. Two of them in detail:
 
-- `role`: `INPUT`, a model input; `DATA`, computed only from inputs, buffers and constants; `PARAMETER`; `WEIGHT`,
-  computed only from parameters (a transposed weight); `ACTIVE`, all other values, and inputs that need a gradient.
-- `atoms`: for every dim the indivisible factors of its size, outermost first (a dim of merged heads has the atoms
+- `role`, the origin of a value: `INPUT`, a model input; `DATA`, computed only from inputs, buffers and constants;
+  `PARAMETER`; `WEIGHT`, computed only from parameters (a transposed weight); `ACTIVE`, all other values, and inputs
+  that need a gradient.
+- `atoms`, for every dim the indivisible factors of its size, outermost first (a dim of merged heads has the atoms
   "heads" and "head size"). Each atom has a kind: `BATCH`, samples of the batch; `FEATURE`, a dim of a weight, which
   tensor parallelism can shard; `DATA_DIM`, all others.
 """
@@ -104,7 +105,7 @@ def annotate(trace: Trace) -> None:
 def _leave_sizes_open(graph: fx.Graph) -> None:
     """Replace sizes in the arguments of views by -1, if they depend on the number of selected elements.
 
-    A boolean mask selects the elements, so their number is known only at run time. The view then infers the size.
+    A boolean mask selects the elements, so their number is known only at run time. With -1, the view infers the size.
     """
     for node in graph.nodes:
         if takes_shape(facts(node).get("pattern")):
@@ -115,9 +116,9 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
 
 
 def _note_host(graph: fx.Graph) -> None:
-    """Mark values on the CPU with `on_host`, if the model runs on a GPU. Random numbers are included.
+    """Mark values that the model keeps on the CPU with `on_host`, if the model runs on a GPU.
 
-    The generated program creates these values on the CPU too.
+    Random numbers are included. The generated program creates these values on the CPU too.
     """
     devices = {node: value(node).device.type for node in graph.nodes if is_tensor(node)}
     if "cuda" in devices.values():
@@ -127,7 +128,7 @@ def _note_host(graph: fx.Graph) -> None:
 
 
 def _note_dispatched(graph: fx.Graph) -> None:
-    """Mark values between a MoE dispatch and its combine (dispatched tokens) with `routed`."""
+    """Mark dispatched tokens with `routed`: values between a MoE dispatch and its combine."""
     routed: set[fx.Node] = set()
     for node in graph.nodes:
         pattern = facts(node).get("pattern")
@@ -149,7 +150,7 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """Return a number for each call. Calls with equal rule, inputs and output get equal numbers."""
+    """Return {call: number}, where calls with equal rule, inputs and output have equal numbers."""
     numbers: dict[Hashable, int] = {}
     known: dict[int, int] = {}  # by id of a pattern or of atoms, which equivalent nodes share
     values: dict[fx.Node, int] = {}
@@ -187,7 +188,10 @@ def _shapes(node: fx.Node) -> tuple:
 
 
 def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
-    """Write `place` (a `BlockPosition`) on operators that depend on parameters, and on these parameters."""
+    """Write `place`, the position in a repeated block, on operators that depend on parameters.
+
+    Their parameters get a position (`BlockPosition`) too.
+    """
     nodes = on_parameters(graph)
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
@@ -220,7 +224,7 @@ def _role(node: fx.Node, trace: Trace) -> str:
         return PARAMETER if node.target in trace.parameters else DATA
     roles = {facts(n)["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
-        # Dispatched rows belong to a stage, even if experts are chosen by token id.
+        # Dispatched tokens belong to a stage, even if experts are chosen by token id.
         return ACTIVE if rule_of(node).routes == "out" else DATA
     of_weights = roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT}
     return WEIGHT if of_weights and rule_of(node).keeps_weights else ACTIVE
@@ -229,8 +233,8 @@ def _role(node: fx.Node, trace: Trace) -> str:
 def _note_draws(graph: fx.Graph) -> None:
     """Mark random operators, and operators that use their results, with `tied_to_mode`.
 
-    Such operators can differ between train and eval mode, so they get names of their own kind (`random_...`). All
-    other operators then have equal names in both modes.
+    Train and eval mode can have different random operators (dropout). So these operators get separate names
+    (`random_...`), and all other operators have equal names in both modes.
 
     Raises TraceError if the distribution of a random operator depends on values that the model computes.
     """
@@ -265,7 +269,10 @@ def _needs_grad(node: fx.Node, trace: Trace) -> bool:
 
 
 def _atoms(node: fx.Node, batch: int) -> tuple:
-    """Return the atoms of every dim of a node's output; for several outputs, one tuple for each output."""
+    """Return the atoms (indivisible factors) of every dim of a node's output.
+
+    If the node has several outputs, the result is a tuple with one entry for each output.
+    """
     if node.target is operator.getitem:
         return facts(node.args[0])["atoms"][node.args[1]] if facts(node.args[0])["atoms"] else ()
     if not all(hasattr(v, "shape") for v in tuple_values(node)):
@@ -290,7 +297,7 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                     atom if SELECTED in dim else _uncounted(atom, known.get(dim, ()))
                     for atom, dim in zip(atoms, dims, strict=True)
                 ]
-            if takes_shape(pattern):  # a size that the model gives is not data-dependent
+            if takes_shape(pattern):  # a size that the model passes as an argument is not data-dependent
                 atoms = [
                     _uncounted(a, ()) if fixed else a for a, fixed in zip(atoms, _has_given_size(node), strict=True)
                 ]
@@ -299,9 +306,9 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 
 
 def _has_given_size(node: fx.Node) -> list[bool]:
-    """Return, for each output dim of a view, True if the size does not depend on data.
+    """Return, for each output dim of a view, True if the model passes the dim's size as a number.
 
-    Called for views whose input has a dim of elements selected by a mask.
+    Called for views whose input has a dim of elements selected by a mask. All other sizes depend on data.
     """
     if -1 in node.args[1]:
         return [size != -1 for size in node.args[1]]
@@ -309,7 +316,7 @@ def _has_given_size(node: fx.Node) -> list[bool]:
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
-    """Replace atoms with data-dependent sizes by atoms of kind `DATA_DIM`.
+    """Replace atoms (factors of a dim) whose size depends on data by atoms of kind `DATA_DIM`.
 
     `before`: atoms of this dim in the tensor that an operator writes to. If one of these atoms has a data-dependent
     size, `before` is returned.
@@ -322,7 +329,7 @@ def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
     """Write `atoms` (indivisible factors of the dims) on every node.
 
-    Nodes with equal rule and equal inputs share one `atoms` object, so that later caches can use its id.
+    Nodes with equal rule and equal inputs share one `atoms` object, so that later caches can use its id as a key.
     """
     known: dict[Hashable, tuple] = {}
     equal: dict[tuple, tuple] = {}
@@ -339,12 +346,12 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
             continue
         if key not in known:
             atoms = _atoms(node, batch)
-            known[key] = equal.setdefault(atoms, atoms)  # one object, so that users can be cached by its id
+            known[key] = equal.setdefault(atoms, atoms)  # one object, so that caches of the node's users can use its id
         facts(node)["atoms"] = known[key]
 
 
 def _find_rows(graph: fx.Graph) -> bool:
-    """Find batch dims of tensors that are created without inputs, such as `zeros(8, 12)`.
+    """Find the batch dims of tensors that the model creates without inputs, such as `zeros(8, 12)`.
 
     A dim is a batch dim if a later operator combines it with another batch dim. The dim is then added to the fact
     `rows` of the tensor. Returns True if a dim was added.
@@ -373,9 +380,9 @@ def _find_rows(graph: fx.Graph) -> bool:
 
 
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
-    """Return the batch factors of a call, and its input dims of kind `DATA_DIM`.
+    """Return the letters of the call's rule that name the batch, and input dims of kind `DATA_DIM`.
 
-    Each input dim is a tuple (index of the input, dim, factor).
+    Each input dim is a tuple (index of the input, dim, letter).
     """
     rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
     data = [
@@ -396,7 +403,7 @@ def _new_atom(size: int, batch: int, kind: str) -> Atoms:
 
 
 def _resized(atoms: Atoms, size: int) -> Atoms:
-    """Return `atoms` if their product is `size`, else one atom of this size.
+    """Return `atoms` if the product of their sizes is `size`, else one atom of this size.
 
     The product differs if the tensor is concatenated with other tensors along the dim.
     """
@@ -422,10 +429,9 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 
 def _ask_for_sections(node: fx.Node) -> None:
-    """Write on the inputs of a node how their dims must be split into sections before sharding.
+    """Write on the inputs of a node the sections of their dims that the node or a later node requires.
 
-    A dim with sections (such as fused q, k and v) is sharded section by section. The node, or a node after it,
-    requires the sections.
+    A dim with sections, such as fused q, k and v, is sharded section by section: each rank gets a shard of q, k and v.
     """
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
@@ -445,9 +451,9 @@ def _ask_for_sections(node: fx.Node) -> None:
 
 
 def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
-    """Return the sections of a concatenated dim: their number if all have equal sizes, else their sizes.
+    """Return the sections of a concatenated dim: their number if they have equal sizes, else their sizes.
 
-    Empty if the dim has another size than the full concatenation, or only one section.
+    The set is empty if the dim has another size than the full concatenation, or only one section.
     """
     sizes = pattern.joined[factor]
     if size != pattern.sizes[factor] or len(sizes) == 1:
@@ -456,10 +462,10 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 
 
 def _offer_sections(node: fx.Node) -> None:
-    """Record in `offered` the sizes of the tensors that a dim of this value was concatenated from.
+    """Write the fact `offered` on a node: the sizes of the tensors from which a dim was concatenated.
 
-    The concatenation can be an earlier operator, if the operators after it keep the dim unchanged. The strategies can
-    then shard the dim in sections, one section per concatenated tensor.
+    The node can be an operator after the concatenation, if the operators between keep the dim unchanged. The strategies
+    can then shard the dim in sections, one section per concatenated tensor.
     """
     facts(node)["offered"] = {}
     pattern: Pattern | None = facts(node).get("pattern")
@@ -478,10 +484,10 @@ def _offer_sections(node: fx.Node) -> None:
 
 
 def _inner_factors(dim: tuple[str, ...], pattern: Pattern) -> set[Sections]:
-    """Return the section counts with which a merged dim can be sharded along an inner factor.
+    """Return the section counts that shard a merged dim along one of its inner factors.
 
-    For example, a merged dim `(heads size)` with 12 heads is split into 12 sections, and each is sharded along `size`.
-    Counts over 64 are left out.
+    For example, to shard a merged dim `(heads size)` with 12 heads along `size`, it is split into 12 sections, and each
+    section is sharded. Counts over 64 are left out.
     """
     counts = [math.prod(pattern.sizes[f] for f in dim[:k]) for k in range(1, len(dim))]
     return {(count,) for count in counts if 1 < count <= 64}

@@ -1,4 +1,4 @@
-"""Checks that a block in the trace can represent the equal blocks that are left out of the trace."""
+"""Checks of block deduplication: the block in the trace must equal the blocks that are left out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from autopart.ir.graph import module_path, value
 from autopart.ir.trace import Trace
 
 _CHOOSE_ALONE = 2
-"""Number of blocks at the beginning, and at the end, of a model that may choose their own layouts
-(`ShardingProblem.sharing_costs`)."""
+"""Number of blocks at the beginning, and at the end, of a model that may have separate layouts.
+
+`ShardingProblem.sharing_costs` compares a plan with separate layouts.
+"""
 
 
 def note_blocks(trace: Trace) -> None:
     """Write on nodes of repeated blocks which block they belong to, and how many blocks they represent.
 
-    `block` is (module path of the repeated blocks, block number). `times` is written only on the deduplicated block.
+    `block` is (module path of the repeated blocks, block number). `times` is written only on the deduplicated block:
+    the number of equal blocks that it represents.
     """
     for node in trace.graph.nodes if trace.folds else ():
         name = node.target if node.op == "get_attr" else module_path(node)
@@ -33,7 +36,10 @@ def note_blocks(trace: Trace) -> None:
 
 
 def check_blocks(trace: Trace) -> None:
-    """Raise NotDeduplicable if a deduplicated block differs from its neighbours in operators or facts."""
+    """Raise NotDeduplicable if a deduplicated block differs from the blocks before and after it.
+
+    Operators and facts are compared.
+    """
     for fold in trace.folds:
         blocks = beside(trace.graph, fold)
         if not blocks[1]:
@@ -48,7 +54,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
-    """Raise NotDeduplicable if a deduplicated block of a stage graph cannot represent its repetitions.
+    """Raise NotDeduplicable if a block of a stage graph cannot represent the blocks that are left out.
 
     The block must equal the blocks before and after it in operators, shapes and recomputation. Its nodes must be
     adjacent in the graph.
@@ -70,9 +76,7 @@ def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
 def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
     """Return the calls of three blocks: a deduplicated block, and the blocks before and after it.
 
-    The order is that of the graph.
-
-    Raises NotDeduplicable if the blocks differ in size or are not adjacent.
+    Each list is in graph order. Raises NotDeduplicable if the blocks differ in size or are not adjacent.
     """
     numbers = [fold.number - 1, fold.number, fold.number + fold.times]
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -85,9 +89,9 @@ def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
 
 
 def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
-    """Return True if three operators have one position in three consecutive blocks that share layouts.
+    """Return True if three operators correspond to each other in three blocks that share layouts.
 
-    The first and last blocks of a model may have other layouts, so they do not match.
+    The first and last blocks of a model may have other layouts. Their operators do not match.
     """
     places = [facts(node).get("place") for node in nodes]
     if all(place is None for place in places):

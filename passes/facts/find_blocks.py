@@ -1,4 +1,4 @@
-"""Repeated blocks in a sequence of operators, found by operator kinds and data flow, never by names.
+"""Search for repeated blocks of operators, by operator kinds and data flow, never by names.
 
 A block is a sequence of operators that is immediately followed by copies with equal operator kinds. Every copy must
 use a value of the copy before it. So the layers of a model are blocks, but its q, k and v projections are not. The
@@ -27,7 +27,7 @@ class BlockPosition(NamedTuple):
     times: int = 1
 
     def end(self, number: int) -> int | None:
-        """Return the number of this copy if it is among the first or last `number` copies, else None.
+        """Return the number of this copy if it is one of the first or last `number` copies, else None.
 
         Last copies are counted from the end: -1, -2, ...
         """
@@ -53,7 +53,7 @@ def places(
     kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: Set[int] = frozenset(),
     times: Sequence[int] = (),
 ) -> list[BlockPosition]:  # fmt: skip
-    """Return the position of every operator in repeated blocks.
+    """Find repeated blocks, and return the position of every operator in them.
 
     If a block has only one product with a weight, pairs of blocks are merged. The two products can then be sharded
     along output features and input features in turn (column- and row-parallel).
@@ -88,7 +88,7 @@ def places(
 
 
 def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return, per operator, the number of earlier values that this operator or a later one uses."""
+    """Return, for each operator, the number of earlier values that it or a later operator uses."""
     last = {source: i for i, sources in enumerate(reads) for source in sources}
     change = np.zeros(len(reads) + 1, dtype=np.int64)
     for producer, read in last.items():
@@ -100,7 +100,9 @@ def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
 def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
 ) -> _RepeatedRun | None:
-    """Return the block whose copies cover the most operators, and its copies; prefer small blocks.
+    """Return the repeated block whose copies together cover the most operators.
+
+    Of equal ones, return the smallest block.
 
     `start`, `stop`: range of operators to search. Returns None if no block is repeated in the range.
     """
@@ -114,7 +116,7 @@ def _longest(
             size = (last - first) // period * period + period
             candidates.append((-size, period, first, last + period - size))
     for size, period, first, last in sorted(candidates):
-        # A block begins where the fewest values cross from one copy to the next.
+        # A block begins at the operator at which the fewest values cross from one copy to the next.
         _, begin = min((crossing[i + period : i - size : period].sum(), -i) for i in range(first, last + 1))
         run = _RepeatedRun(-begin, period, -size // period)
         if _is_chain(run, reads):

@@ -1,4 +1,4 @@
-"""The number of labels that a mean loss is divided by, as an input that a training step can replace.
+"""Number of labels that divides a mean loss, as a program input that a training step can replace.
 
 A step that accumulates gradients over several batches divides by the number of labels in all batches.
 """
@@ -20,7 +20,7 @@ _COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def with_label_count(program: Program, loss: fx.Node) -> Program:
-    """Return the program with its `label_count` set to the name of the stage input that divides the loss.
+    """Return the program with its field `label_count`: the name of the stage input that divides the loss.
 
     If there is no such input, `label_count` is a text with the reason.
     """
@@ -39,7 +39,7 @@ def with_label_count(program: Program, loss: fx.Node) -> Program:
 
 
 def _division(loss: fx.Node) -> fx.Node | None:
-    """Return the node that divides the sum of the loss over labels by their count, or None.
+    """Return the node that divides the summed loss by the number of labels, or None.
 
     Between this node and the loss there may only be views, casts and constant factors.
     """
@@ -61,7 +61,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_count(node: fx.Node) -> bool:
-    """Return True if a value is a sum over a tensor that depends only on inputs, such as a label mask."""
+    """Return True if a value sums a tensor that depends only on inputs, such as a mask of valid labels."""
     if facts(node)["role"] != DATA:
         return False
     while operator_name(node) in _COUNTED and len(node.all_input_nodes) == 1:

@@ -28,8 +28,11 @@ from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules import rule_of
 
 _LARGEST = 2**28
-"""Maximum number of elements of a mask that is evaluated. The attended keys of a larger mask are derived
-symbolically. If that fails too, the plan assumes that attention kernels read the mask."""
+"""Maximum number of elements of a mask that is evaluated.
+
+The attended keys of a larger mask are derived symbolically. If that fails too, the plan assumes that attention kernels
+read the mask.
+"""
 
 
 def band_notes(node: fx.Node) -> Iterator[str]:
@@ -68,7 +71,10 @@ def find_bands(trace: Trace) -> None:
 
 
 def set_zigzag(trace: Trace, zigzag: bool) -> None:
-    """Write `zigzag` on all nodes: True if sequences are sharded in zigzag order, False if contiguously."""
+    """Write `zigzag` on all nodes: True if sequences are sharded in zigzag order, False if contiguously.
+
+    In zigzag order, each rank has one chunk from the start and one from the end of the sequence.
+    """
     for node in trace.graph.nodes:
         facts(node)["zigzag"] = zigzag
 
@@ -78,7 +84,7 @@ def _is_causal(band: MaskWindow | None, queries: int, keys: int) -> bool:
 
 
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
-    """Return the tensor that a node has in the traced call.
+    """Return the value (a tensor) that a node has in the traced call.
 
     Unless `all_rows` is True, samples of the batch that equal an earlier sample are left out. Returns None if the node
     depends on a tensor without values (on meta), is random, or is too large.
@@ -91,7 +97,7 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """Return the plan's note that counts attention masks by structure, such as `2 causal`, as a list.
+    """Return the plan's note that counts attention masks by structure: `["... 2 causal ..."]`.
 
     The list is empty for a model without attention.
     """
@@ -121,7 +127,7 @@ def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
 
 
 class _CallValues:
-    """Evaluation of a trace's nodes on the CPU, for the traced inputs.
+    """Evaluation of a trace's nodes on the CPU, with the inputs of the traced call.
 
     Unless `all_rows` is True, samples of the batch whose inputs equal those of an earlier sample are left out.
     """
@@ -134,11 +140,11 @@ class _CallValues:
 
     @torch.no_grad()
     def of(self, last: fx.Node) -> torch.Tensor | None:
-        """Return the value of a node.
+        """Return the value of a node, or None if it cannot be computed.
 
-        Returns None if the value, or a value that it depends on, is too large. Returns None too if an operator fails
-        because equal samples were left out, or if several dims of a value seem to be the batch (such as `arange(8)` as
-        samples and as position ids).
+        Causes: the value, or a value that it depends on, is too large; an operator fails because equal samples were
+        left out; or several dims of a value could be the batch (such as `arange(8)`, used both as samples and as
+        position ids).
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
@@ -151,7 +157,7 @@ class _CallValues:
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
             try:
                 values[node] = self._of_rows(node, node.target(*args, **kwargs))
-            except (RuntimeError, IndexError):  # an argument has the size of the full batch
+            except (RuntimeError, IndexError):  # an argument is the size of the full batch
                 return None
         result = values[last]
         assert isinstance(result, torch.Tensor)
@@ -175,7 +181,10 @@ class _CallValues:
 
 
 def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the index of the first sample of each group of samples that are equal in all `values`."""
+    """Group the samples that are equal in all `values`.
+
+    Return the index of the first sample of each group.
+    """
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))

@@ -1,4 +1,4 @@
-"""Assumed share of elements that a mask selects, for the memory and FLOPs of a plan.
+"""Assumed share of elements that a boolean mask selects, for the memory and FLOPs of a plan.
 
 The true number depends on the data. If the mask depends only on inputs, the share is that of the example call. If
 several masks split the elements of one value between them, such as tokens by expert, each mask is assumed to select an
@@ -27,7 +27,7 @@ from autopart.passes.rules import rule_of
 
 
 def share_notes(node: fx.Node) -> Iterator[str]:
-    """Yield, for each dim of selected elements, the assumed share, as the graph dump prints it."""
+    """Yield a text for each dim of selected elements, with the assumed share, for the graph dump."""
     for dim, share in facts(node).get("shares", {}).items():
         yield f"dim {dim} {share * 100:.3g} %"
 
@@ -76,7 +76,10 @@ def selection_notes(trace: Trace) -> list[str]:
 
 
 def _share(node: fx.Node) -> float:
-    """Return the factor by which the assumed sizes of a product's operands reduce its FLOPs."""
+    """Return the factor on the FLOPs of a matrix product whose operands are elements selected by masks.
+
+    It is the assumed share of selected elements; 1 without selection.
+    """
     values = [node, *node.all_input_nodes]
     return min((math.prod(facts(n).get("shares", {}).values()) for n in values), default=1.0)
 

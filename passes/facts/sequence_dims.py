@@ -1,10 +1,10 @@
-"""Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
+"""Sequence dims of all traced values, derived from the input dims that users name (`sequence_dims=`).
 
-A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a
-sequence dim if its name in the rule is that of an input's sequence dim. A view can merge the sequence with another
-dim, or split it again. An output dim that the rule does not relate to inputs (a convolution over the sequence) is a
-sequence dim if an input has one at the same index. Position ids and position tables depend on no input. Their dims are
-sequence dims if an operator combines them with a sequence dim of another value.
+A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a sequence
+dim if its name in the rule is that of an input's sequence dim. A view can merge the sequence with another dim, or split
+it again. An output dim that the rule does not relate to inputs (a convolution over the sequence) is a sequence dim if
+an input has one at the same index. Position ids and position tables depend on no input. Their dims are sequence dims if
+an operator combines them with a sequence dim of another value.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from autopart.ir.trace import Trace
 from autopart.passes.facts.strategies import all_factor_atoms, strategies_on_axis
 
 SEQUENCE = "sequence"
-"""Kind of the atoms that count tokens of a sequence. All other atoms in this file have the kind `DATA_DIM`."""
+"""Kind of the atoms (indivisible factors of dims) that count tokens of a sequence.
+
+All other atoms in this file have the kind `DATA_DIM`.
+"""
 
 Dims = tuple[Atoms, ...]
-"""The atoms of each dim of a value, of kind `SEQUENCE` or `DATA_DIM`."""
+"""For each dim of a value, its atoms (indivisible factors), of kind `SEQUENCE` or `DATA_DIM`."""
 
 Named = Mapping[str, int]
 """{name of an input: index of its sequence dim, which may be negative}"""
@@ -37,8 +40,8 @@ Named = Mapping[str, int]
 def follow_sequences(trace: Trace, named: Named) -> None:
     """Write `other_positions` on every operator: the factors that a context-parallel axis must not shard.
 
-    These factors belong to no named sequence and to no weight. The set is empty if the user names no sequence.
-    Named inputs that this call does not have are ignored.
+    A factor is a letter of the operator's sharding rule. The written factors belong neither to a named sequence nor to
+    a weight. The set is empty if the user names no sequence. Named inputs that this call does not have are ignored.
     """
     along = _Along(trace, _dims_of(trace, named)).with_made() if named else None
     for node in on_parameters(trace.graph):
@@ -91,7 +94,7 @@ def check_can_be_sharded(trace: Trace, named: Named) -> None:
 
 
 def lengths_of(trace: Trace, named: Named) -> dict[str, int]:
-    """Return {input: length of its sequence} for the inputs of this call that `named` lists."""
+    """Return {input: length of its sequence}, for inputs in `named` that this call has."""
     return {_display_name(node): shape(node)[dim] for node, dims in _dims_of(trace, named).items() for dim in dims}
 
 
@@ -100,9 +103,9 @@ def _inputs(trace: Trace) -> dict[str, fx.Node]:
 
 
 def _display_name(node: fx.Node) -> str:
-    """Return the user's name of an input.
+    """Return an input's name in the user's model.
 
-    A trace with a loss function adds the prefix `call.`, which is removed.
+    A trace with a loss function adds the prefix `call.`, which this function removes.
     """
     return facts(node)["input_name"].removeprefix("call.")
 
@@ -112,7 +115,7 @@ def inputs_text(trace: Trace) -> str:
 
 
 def _dims_of(trace: Trace, named: Named) -> dict[fx.Node, set[int]]:
-    """Return {input node: its named dim, as a non-negative index in a set}."""
+    """Return {input node: {index of its named sequence dim}}. The index is not negative."""
     nodes = {name: node for name, node in _inputs(trace).items() if name in named}
     ranks = {name: len(shape(node)) for name, node in nodes.items()}
     return {node: {named[name] % ranks[name]} for name, node in nodes.items()
@@ -120,7 +123,7 @@ def _dims_of(trace: Trace, named: Named) -> dict[fx.Node, set[int]]:
 
 
 def _others(node: fx.Node, along: _Along) -> frozenset[str]:
-    """Return the factors of an operator that belong neither to a sequence nor to a weight."""
+    """Return the letters of an operator's sharding rule that belong neither to a sequence nor to a weight."""
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return frozenset()
@@ -129,7 +132,7 @@ def _others(node: fx.Node, along: _Along) -> frozenset[str]:
 
 
 class _Along:
-    """Sequence dims of every value: the dims that are derived from the input dims in `dims`."""
+    """Sequence dims of every value, derived from the sequence dims of the inputs (`dims`)."""
 
     def __init__(self, trace: Trace, dims: Mapping[fx.Node, Collection[int]]):
         self.trace, self.dims = trace, dims
@@ -163,11 +166,11 @@ class _Along:
         return _Along(self.trace, {**self.dims, **{node: dims for node, dims in asked.items() if dims}})
 
     def factors(self, node: fx.Node, pattern: Pattern) -> set[str]:
-        """Return the factors of an operator's rule that are sequence dims of its inputs."""
+        """Return the letters of an operator's rule (`pattern`) that are sequence dims of its inputs."""
         return {factor for factor, atoms in self._factors(node, pattern).items() if _is_along(atoms)}
 
     def cut(self, num_shards: int) -> Iterator[bool]:
-        """Yield, for every operator, True if `num_shards` ranks can shard the operator along a sequence dim."""
+        """Yield for every operator: True if `num_shards` ranks can shard it along a sequence dim."""
         for node in active_operators(self.trace.graph):
             if pattern := facts(node)["pattern"]:
                 factors = self.factors(node, pattern)
@@ -210,7 +213,7 @@ class _Along:
         )
 
     def _in_place(self, node: fx.Node, output: Any) -> Dims:
-        """Return the output dims of an operator that has no rule, as one atom each.
+        """Return the dims of the output of an operator without a rule. Each dim has one atom.
 
         An output dim is a sequence dim if an input's dim at the same index is one.
         """
@@ -226,7 +229,7 @@ def _is_along(atoms: Atoms) -> bool:
 
 
 def _sized(atoms: Atoms, size: int) -> Atoms:
-    """Return `atoms` if `size` is their product, else one atom of this size."""
+    """Return `atoms` if the product of their sizes is `size`, else one atom of this size."""
     if math.prod(atom.size for atom in atoms) == size:
         return atoms
     return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)

@@ -54,13 +54,19 @@ from autopart.passes.rules.operators.selection_rules import shifts_indices
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-"""Kinds of atoms (`ir/atoms.py`) that an axis may shard. `TENSOR_KINDS`: features of weights. `ALL_TENSOR_KINDS`:
-features and all other dims but the batch, such as the sequence (sequence parallelism)."""
+"""Kinds of atoms (indivisible factors of dims, `ir/atoms.py`) that an axis may shard.
+
+`TENSOR_KINDS`: features of weights. `ALL_TENSOR_KINDS`: features and all other dims but the batch, such as the sequence
+(sequence parallelism).
+"""
 
 _KINDS: Mapping[Cuts, frozenset[str]] = {
     "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
 }  # fmt: skip
-"""Kinds of atoms that an axis may shard, by `Axis.cuts`. `_keeps_weights` restricts the sharding of weights further."""
+"""{what an axis shards (`Axis.cuts`): kinds of atoms that it may shard}.
+
+`_keeps_weights` restricts the sharding of weights further.
+"""
 
 
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str = "") -> tuple[Strategy, ...]:
@@ -84,8 +90,8 @@ def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts:
 
     Args:
         num_shards: number of ranks of the axis.
-        cuts: which of the three the axis shards (`Axis.cuts`).
-        cuts_experts: True if the axis can also shard the experts of the operator's mixture.
+        cuts: "features", "positions" (sequences) or "experts" (`Axis.cuts`).
+        cuts_experts: True if the axis can also shard the experts of the mixture that the operator belongs to.
     """
     cuts_experts = cuts_experts or cuts == "experts"
     if cuts == "features" and not cuts_experts:
@@ -119,7 +125,7 @@ def strategies_on_weight_dims(
 
 
 def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Return the strategies with dispatched tokens: each token is on the rank that has its expert.
+    """Return the strategies in which tokens are dispatched: each token is on the rank of its expert.
 
     Args:
         plain: the operator's strategies without dispatched tokens.
@@ -143,7 +149,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 
 
 def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
-    """Return [(token factor, placement)] of the strategies in which each rank has different tokens.
+    """Return [(letter of the rule that names tokens, placement)] of the strategies that shard the tokens.
 
     A dispatch and its combine use one placement, so that the combine returns tokens to the rank that dispatched them.
     The list is empty if tokens cannot be sharded.
@@ -179,8 +185,8 @@ def _at_experts(
     The tuple is empty if the operator cannot run on dispatched tokens.
 
     Args:
-        whole: replicated placement of each input, `R` or `R(grad P)`. Inputs that have neither tokens nor an expert
-            dim keep it. Inputs with an expert dim, such as stacked expert weights, are sharded along that dim.
+        whole: replicated placement of each input, `R` or `R(grad P)`. An input that has neither tokens nor an expert
+            dim keeps this placement. An input with an expert dim, such as stacked expert weights, is sharded along it.
         place: placement of the inputs and outputs that have tokens, `E(0)` or `E(0; sent)`.
     """
     sources = tensor_inputs(node)
@@ -205,7 +211,7 @@ def _at_experts(
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: bool = False) -> bool:
-    """Return True if the mesh axis may shard weights as this strategy of an operator shards them.
+    """Return True if the mesh axis may shard weights in the way in which this strategy shards them.
 
     - A features axis (such as `tp`) may shard every weight.
     - Any other axis may shard a weight along a dim that an activation operand and an output of the operator have too.
@@ -215,7 +221,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 
     Args:
         cuts: what the axis shards (`Axis.cuts`).
-        cuts_experts: True if the axis can also shard the experts of the operator's mixture.
+        cuts_experts: True if the axis can also shard the experts of the mixture that the operator belongs to.
     """
     if cuts == "features":
         return True
@@ -235,7 +241,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     """Return the strategies in which no operand that depends only on model inputs is a partial sum.
 
-    Each rank computes such operands in full or slices them, so they are never partial sums.
+    Each rank computes such an operand in full or slices it, so it is never a partial sum.
     """
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     if not any(data):
@@ -248,7 +254,7 @@ def sharded_selections(node: fx.Node, place: Placement) -> set[str]:
 
 
 def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
-    """Return the strategy that computes a shard of a value from shards of the operator's inputs.
+    """Return the strategy with which a rank computes its shard of a value from shards of the inputs.
 
     Returns None if each rank must compute the full value and slice it.
 
@@ -265,7 +271,7 @@ def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None
 
 
 def local_batch_placement(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement that shards an output along the batch; None if it has no batch dim.
+    """Return the placement that shards a value along the batch; None if it has no batch dim.
 
     Args:
         rows: {operator: its strategy on the batch axes}.
@@ -280,7 +286,7 @@ def local_batch_placement(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Pl
 
 
 def can_compute_sharded(node: fx.Node, place: Placement, num_shards: int) -> bool:
-    """Return True if a rank can compute its shard of a value that depends on model inputs only.
+    """Return True if a rank can compute its shard of a value that depends only on model inputs.
 
     A rank can always slice the full value, unless a mask selected the elements of the sharded dim.
     """
@@ -325,7 +331,7 @@ def _sharded(
         unsharded = R if factor == pattern.lookup and pattern.all_reduces else P
         for sections in _shard_sections(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
-                continue  # a rank's rows of a table are given by the first row
+                continue  # the index of its first row determines a rank's rows of a table
             inputs = _places(pattern.inputs, input_shapes, factor, sections, pattern)
             outputs = _places(pattern.outputs, output_shapes, factor, sections, pattern)
             if inputs is None or outputs is None or factor in apart:
@@ -340,9 +346,9 @@ def _sharded(
 
 
 def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
-    """Return the factors that a view splits from a dim of elements selected by a mask.
+    """Return the letters of a view's rule that are split from a dim of elements selected by a mask.
 
-    They cannot be sharded, because the number of selected elements per index of a factor is unknown.
+    They cannot be sharded, because the number of selected elements per index is unknown.
     """
     if pattern.tied:
         return set()
@@ -376,9 +382,10 @@ def _shard_sections(
 ) -> Iterator[Sections]:
     """Yield every way to split a factor (a letter of the sharding rule) into sections.
 
-    Each section is then sharded over all ranks. `()` is one section: shards are contiguous. If a factor merges several
-    dims, such as (heads, head size), it can have one section per head: each rank then has a shard of every head. A
-    factor can also have the sections that other operators need, such as q, k and v of a fused projection.
+    Each section is then sharded over all ranks. `()` is one section, which gives contiguous shards. If a factor merges
+    several dims, such as (heads, head size), it can have one section per head: each rank then has a shard of every
+    head.
+    A factor can also have the sections that other operators need, such as q, k and v of a fused projection.
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:
@@ -405,7 +412,7 @@ def _shard_sections(
 def can_shard_sequence(size: int, num_shards: int) -> bool:
     """Return True if `num_shards` ranks can shard a sequence of this size, evenly or unevenly.
 
-    Uneven shards must have two elements on average, and every shard at least one.
+    Uneven shards need at least two elements on average, and at least one in every shard.
 
     >>> [can_shard_sequence(25, n) for n in (4, 7, 13)]
     [True, True, False]
@@ -417,7 +424,7 @@ def can_shard_sequence(size: int, num_shards: int) -> bool:
 def _can_be_uneven(
     pattern: Pattern, factor: str, atoms: Atoms, i: int, num_shards: int, positions: bool
 ) -> bool:  # fmt: skip
-    """Return True if the shards of atom `i` of a factor may have unequal sizes.
+    """Return True if the shards of atom `i` (an indivisible factor of the dim) may have unequal sizes.
 
     A feature (such as a vocabulary of 50257) may have uneven shards if no operand merges it with other factors. A
     sequence may have uneven shards if it is the innermost atom of its dim. In both cases an input must have the
@@ -432,7 +439,7 @@ def _can_be_uneven(
 
 
 def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Return the sections of a factor that later operators need, or that an earlier operator concatenated."""
+    """Return the sections of a factor that later operators need, or that an earlier `cat` has joined."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")
@@ -452,7 +459,9 @@ def _places(
 
 
 def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
-    """Return the placement of an operand if `factor` is sharded in these sections.
+    """Return the placement of an operand if the operator shards `factor`, a letter of its rule.
+
+    `sections`: sections of the dim that are sharded one by one.
 
     Returns `R` if no dim of the operand has the factor. Returns None if several dims have the factor, or if no
     placement describes these sections of the dim.
@@ -464,7 +473,7 @@ def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pa
         return None
     at, dim = places[0]
     if factor in pattern.joined and full[at] != pattern.sizes[factor]:
-        return shard(at)  # one section of a concatenation
+        return shard(at)  # the operand is one section of a concatenation
     outer = math.prod(pattern.sizes[f] for f in dim[: dim.index(factor)])
     inner = math.prod(pattern.sizes[f] for f in dim[dim.index(factor) + 1 :])
     if len(sections) > 1:

@@ -1,6 +1,6 @@
 """Passes that rewrite a traced graph with fewer kinds of operators, so that few rules are needed.
 
-No pass changes what the graph computes. `PASSES` maps names to passes, for `Pass.parse`.
+No pass changes the results of the graph. `PASSES` maps names to passes, for `Pass.parse`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopart.passes.pass_pipeline import Pass
 __all__ = ["AS_TRACED", "IN_DOUBLE", "NORMALIZE", "PASSES"]
 
 AS_TRACED = tuple(map(Pass, (explicit_attention_dropout, explicit_recurrent_dropout, draws_as_data, one_reshape)))
-"""Passes that run first, while every value still has the dtype and memory layout that it has in the model."""
+"""Passes that run first, while values still have the dtypes and memory layouts of the model."""
 
 _FORMS = (
     positional_arguments,
@@ -67,5 +67,5 @@ _FORMS = (
 )
 NORMALIZE = tuple(map(Pass, (*_FORMS, take_apart, *_FORMS)))
 IN_DOUBLE = Pass(in_double)
-"""Pass that verification of a model runs between `AS_TRACED` and `NORMALIZE`."""
+"""Conversion to float64, which `autopart.verify` runs after `AS_TRACED` and before `NORMALIZE`."""
 PASSES = {rewrite.name: rewrite for rewrite in (*AS_TRACED, IN_DOUBLE, *NORMALIZE)}

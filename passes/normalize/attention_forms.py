@@ -1,8 +1,8 @@
 """Attention with dropout: decomposed for planning, and fused again in stage graphs.
 
-With `rng="exact"` the prologue draws the dropout mask, which is an input of the decomposed attention. With
-`rng="fast"` each rank draws its own mask. A stage graph then has the fused operator
-`autopart.ops.attention_dropout`, whose kernel draws the mask.
+With `rng="exact"` the stage's prologue (a graph that runs before the first microbatch) draws the dropout mask, which is
+an input of the decomposed attention. With `rng="fast"` each rank draws its own mask. A stage graph then has the fused
+operator `autopart.ops.attention_dropout`, whose kernel draws the mask.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
         with graph.inserting_before(node):
             result = _attention_formula(graph, node)
         name_replacement_calls(node, before, "attention_dropout")
-        if len(shape(node)) == 4:  # torch's kernels for other cases save the weights
+        if len(shape(node)) == 4:  # in other cases, torch's kernels save the attention weights
             _mark(before, node)
         replace(node, result)
 
@@ -47,7 +47,10 @@ def _mark(before: fx.Node, node: fx.Node) -> None:
 
 
 class _AttentionFormula(NamedTuple):
-    """The operands of a decomposed attention, and its last call (`result`). `turned`: the transposed keys."""
+    """The operands of a decomposed attention, and its last call (`result`).
+
+    `turned`: the transposed keys.
+    """
 
     query: fx.Node
     turned: fx.Node
@@ -61,7 +64,7 @@ class _AttentionFormula(NamedTuple):
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Fuse a decomposed attention with dropout into one operator, in a stage graph.
 
-    `node`: the call of `autopart::dropout`, in which each rank draws its own mask.
+    `node`: a call of `autopart::dropout`. In this call each rank draws its own mask.
     """
     formula = _formula_of(node)
     if formula is None:
@@ -78,7 +81,7 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
-    """Return the decomposed attention that dropout call `dropped` belongs to; None if it does not match."""
+    """Return the decomposed attention that contains the dropout call `dropped`; None if there is none."""
     calls: dict[Any, fx.Node] = {}
     node: Any = dropped.args[0]
     for targets in _STEPS:
@@ -101,7 +104,7 @@ def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """Return keys of shape [..., sequence, head size], given transposed keys."""
+    """Return the keys in the shape [..., sequence, head size], given the transposed keys `turned`."""
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]
     key = emit(graph, result, aten.transpose.int, turned, -2, -1)
@@ -111,11 +114,14 @@ def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
 
 _MASKS = (aten.where.ScalarOther, aten.add.Tensor)
 _STEPS = ((aten.softmax.int,), _MASKS, (aten.mul.Tensor,), (aten.matmul.default,))
-"""Calls of decomposed attention that precede dropout, last call first. The mask (second item) may be missing."""
+"""Calls of a decomposed attention before its dropout, last call first.
+
+The mask (second item) may be missing.
+"""
 
 
 def _is_of(node: Any, dropped: fx.Node) -> bool:
-    """Return True if a call belongs to the decomposed attention of dropout call `dropped`."""
+    """Return True if a call belongs to the decomposed attention that contains the dropout call `dropped`."""
     attention = facts(dropped).get("attention")
     return isinstance(node, fx.Node) and attention is not None and facts(node).get("attention") == attention
 

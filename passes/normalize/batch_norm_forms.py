@@ -20,11 +20,12 @@ FUNCTIONAL = "aten::_native_batch_norm_legit_functional"
 _WITHOUT_UPDATES = ("aten::_native_batch_norm_legit", "aten::native_batch_norm")
 _EVAL = "aten::_native_batch_norm_legit_no_training"
 _OF_LIBRARIES = ("aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-"""GPU operators that update running statistics, but do not declare the update in their schema. They are not
-rewritten, and the planner rejects them as operators without a rule.
+"""GPU operators that update running statistics, but do not declare the update in their schema.
+
+They are not rewritten, and the planner rejects them as operators without a rule.
 """
 BATCH_NORM, INNER = "batch_norm", "batch_statistic"
-"""Plan names (`named`) of the operators that replace a batch norm: that of the first, and that of all others."""
+"""Plan names of the operators that replace a batch norm: of the first one, and of all others."""
 
 
 @on_calls(_EVAL, FUNCTIONAL, *_WITHOUT_UPDATES, *_OF_LIBRARIES, "aten::batch_norm")
@@ -36,7 +37,7 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     variance.
     """
     name = operator_name(node)
-    if is_data_dependent(node):  # a data-dependent number of rows: torch's own operator, on all of them
+    if is_data_dependent(node):  # the number of samples is data-dependent: keep torch's operator, on the full batch
         return
     with graph.inserting_before(node):
         source, weight, bias, *statistics = node.args
@@ -60,8 +61,8 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
 class _BatchNormFormula:
     """Nodes of a decomposed batch norm: statistics over all dims but the channels, and outputs.
 
-    Statistics have at least float32 precision. They keep reduced dims with size 1, so that they broadcast against the
-    input.
+    Statistics have at least float32 precision. Reduced dims stay in them with size 1, so that they broadcast against
+    the input.
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node, source: fx.Node, eps: float):

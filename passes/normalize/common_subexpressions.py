@@ -16,9 +16,9 @@ aten = torch.ops.aten
 def merge_equal_calls(graph: fx.Graph) -> None:
     """Merge calls with equal operator and arguments, such as the masked bias of all blocks of a T5.
 
-    The backward then needs one saved value, and runs once on the sum of the gradients. Views are not merged: they cost
-    nothing, and autograd would add their expanded gradients before it reduces the expanded dims. Calls in different
-    recomputed regions are not merged either, because a merged result would have to be saved.
+    Then backward needs only one saved value, and runs once, on the sum of the gradients. Views are not merged: they
+    cost nothing, and autograd would add their expanded gradients before it reduces the expanded dims. Calls in
+    different recomputed regions are not merged either, because a merged result would have to be saved.
     """
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):

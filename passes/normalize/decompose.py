@@ -21,7 +21,8 @@ from autopart.passes.rules.call_keys import CallCache
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Compute the softmax, with zeros in rows that are all -inf.
 
-    Torch's decomposition selects the zeros after the softmax, so its gradient is NaN in these rows.
+    It replaces torch's decomposition, which sets the zeros after the softmax, so that the gradient is NaN in these
+    rows.
     """
     masked = (x == -math.inf).all(dim, keepdim=True)
     return torch.softmax(x.masked_fill(masked, 0.0), dim, dtype=dtype).masked_fill(masked, 0.0)
@@ -30,11 +31,10 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -
 def _multilabel_margin_loss(
     logits: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss and the mask of target classes.
+    """Compute the loss, and the mask of target classes.
 
-    The loss is that of each sample, its mean (`reduction` 1) or its sum (`reduction` 2).
-
-    Torch's decomposition counts the entries of `target` after the first -1 as class 0.
+    `reduction`: 0 returns the loss of each sample, 1 the mean, 2 the sum. This replaces torch's decomposition, which
+    counts the entries of `target` after the first -1 as class 0.
     """
     rows, labels = torch.atleast_2d(logits), torch.atleast_2d(target)
     ended = (labels == -1).cumsum(-1)
@@ -55,14 +55,14 @@ _FORMULAS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._safe_softmax.default: _safe_softmax,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
 }
-"""Decompositions that replace those of torch."""
+"""{operator: decomposition that replaces torch's}."""
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
     """Decompose operators that depend on a parameter and have no rule, with torch's decompositions.
 
     Args:
-        depth: number of times that the operators of a decomposition are decomposed again.
+        depth: maximum number of nested decompositions: the operators of a decomposition can be decomposed too.
     """
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):
@@ -109,10 +109,10 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
 
 
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
-    """Return the graph of an operator's decomposition.
+    """Return the graph of an operator's decomposition, or None.
 
-    None if torch has no decomposition. None too if the decomposition cannot be traced, writes in place, or contains
-    the operator itself.
+    None if torch has no decomposition, or if the decomposition cannot be traced, writes in place, or contains the
+    operator itself.
     """
     whole = _FORMULAS.get(node.target) or decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -131,7 +131,7 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
     try:
         with fake_mode(node.all_input_nodes):
             parts = trace_function(call, inputs)
-    except (RuntimeError, NotImplementedError, TypeError, IndexError):  # it looks at values, or at dims of a scalar
+    except (RuntimeError, NotImplementedError, TypeError, IndexError):  # it reads values, or dims of a scalar
         return None
     _without_writes(parts.graph)
     parts.graph.eliminate_dead_code()
@@ -141,7 +141,7 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a fake tensor with its `requires_grad`: some of torch's decompositions depend on it."""
+    """Copy a fake tensor and its `requires_grad`, on which some of torch's decompositions depend."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -170,9 +170,9 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if another tensor may share the node's memory.
+    """Return True if another tensor may share the memory of the node's value.
 
-    The node is then an input or a view, or has a view.
+    This is possible if the node is an input or a view, or if there is a view of it.
     """
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)

@@ -15,13 +15,13 @@ _DOUBLE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
-"""{precision: its upcast}."""
+"""{lower precision: the double precision that replaces it}."""
 _WITHOUT_DOUBLE = {"aten::_grouped_mm"}
 """Operators without a float64 kernel. A later pass replaces them by operators that have one."""
 
 
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
-    """Make a graph compute in float64, whatever precision it was traced in.
+    """Convert a graph to float64, whatever precision it was traced in.
 
     Inputs, weights and buffers become float64. Casts to a lower precision (in losses and norms that work in float32,
     or by autocast) become casts to float64. Values that depend on no input (`zeros`, position ids, constants, random
@@ -40,7 +40,7 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
                 changed.add(node)
         elif node.op == "call_function":
             arguments_before = node.args, node.kwargs
-            if node.target is torch.ops.aten.view.dtype or draws_random_numbers(node):  # of bits, and not of values
+            if node.target is torch.ops.aten.view.dtype or draws_random_numbers(node):  # reinterprets bits
                 _keep_operands(node, traced)
             elif any(is_floating(n) and value(n).dtype in _DOUBLE.values() for n in node.all_input_nodes):
                 lifted |= _lift_casts(node) | _lift_written(node, traced)
@@ -52,8 +52,8 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
 
 
 def _lifted_result(node: fx.Node) -> Any:
-    """Return the fake result of a call, computed from the operands after they were upcast."""
-    with torch.no_grad():  # a write to a part of a complex tensor has no gradient yet
+    """Return the fake result of a call whose operands have been upcast to float64."""
+    with torch.no_grad():  # torch cannot differentiate a write to a slice of a complex tensor
         if operator_name(node) in _WITHOUT_DOUBLE:
             with fake_mode([node]):
                 return value(node).to(_DOUBLE[value(node).dtype])
@@ -70,7 +70,7 @@ def _lift_value(node: fx.Node) -> None:
 def _lift_casts(node: fx.Node) -> set[torch.dtype]:
     """Replace the dtype arguments of a call (such as the target of a cast) by float64.
 
-    Return the original dtypes.
+    Return the replaced dtypes.
     """
     asked: set[torch.dtype] = set()
 
@@ -87,9 +87,9 @@ def _lift_casts(node: fx.Node) -> set[torch.dtype]:
 
 
 def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
-    """Upcast the target tensor of a `copy` if the copied value was upcast and the target was not.
+    """Upcast the tensor that a `copy` writes to, if the written value was upcast and the tensor was not.
 
-    Returns a set with the original dtype of the target; empty if nothing changed.
+    Returns a set with the tensor's dtype before the upcast; empty if nothing changed.
     """
     if operator_name(node) != "aten::copy":
         return set()
@@ -110,9 +110,9 @@ def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Upcast the remaining float32 operands of a call, if all operands were traced in one precision.
+    """Upcast the operands of a call that are still float32, if all operands were traced in one precision.
 
-    These operands depend on no input (`zeros`, position ids).
+    Such operands depend on no input (`zeros`, position ids).
     """
     operands = [n for n in node.all_input_nodes if is_floating(n)]
     if len({_real(traced[n]) for n in operands}) > 1:

@@ -1,8 +1,8 @@
-"""Mixtures of experts with explicit dispatch of tokens, and combination of the experts' outputs.
+"""Mixtures of experts: insert the dispatch of tokens to experts and the combine of their outputs.
 
-Between `to_experts` and `from_experts` every operator works on each token independently. So a rank can hold only the
-tokens of its local experts (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a capacity limit: Gale
-et al. 2022, arXiv:2211.15841).
+Between dispatch (`to_experts`) and combine (`from_experts`) every operator works on each token independently. So a rank
+needs only the tokens of its local experts (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a
+capacity limit: Gale et al. 2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_looked_up(node: Any) -> bool:
-    """Return True for `stack[index]` that looks up one matrix per token in a stack of matrices."""
+    """Return True for `stack[index]` that looks up one matrix per token in a stack of expert matrices."""
     if not isinstance(node, fx.Node) or short_name(node) != "index" or len(shape(node.args[0])) != 3:
         return False
     indices = node.args[1]
@@ -53,7 +53,7 @@ def _is_looked_up(node: Any) -> bool:
 
 
 def rows_to_experts(graph: fx.Graph) -> Any:
-    """Insert a dispatch (`to_experts`) before the experts and a combine (`from_experts`) after them.
+    """Insert a dispatch (`to_experts`) before the experts, and a combine (`from_experts`) after them.
 
     Operators that work on each token independently stay between dispatch and combine.
     """
@@ -65,7 +65,7 @@ def rows_to_experts(graph: fx.Graph) -> Any:
 
 
 class _Region:
-    """The products of tokens with their experts' matrices, and the token-wise operators after them."""
+    """Operators between dispatch and combine: products with experts' matrices, and token-wise operators."""
 
     def __init__(self, graph: fx.Graph, experts: fx.Node, products: list[fx.Node]):
         self.graph, self.experts, self.products = graph, experts, products
@@ -108,14 +108,14 @@ class _Region:
         return True
 
     def _of_rows(self, node: fx.Node, used: fx.Node) -> fx.Node:
-        """Return the operand `used` with one row per dispatched token, for an operator on dispatched tokens.
+        """Return the dispatched rows of operand `used`: one row for each dispatched token.
 
-        - If an operator on dispatched tokens has already computed the operand, return that result.
+        - If an operator on dispatched tokens has already computed the operand, return its result.
         - If the operand is `bias[expert_index]`, dispatch the expert indices, and look up the biases by these indices.
         - Otherwise dispatch the rows of the operand.
 
         Args:
-            node: the operator. New nodes are inserted in the graph before it.
+            node: the operator that uses the operand. New nodes are inserted in the graph before it.
             used: operand in the model, with one row for each expert of each token.
         """
         if used in self.own:
@@ -160,7 +160,7 @@ def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _summed(node: fx.Node, used: fx.Node) -> int:
-    """Return the number of experts per token if the only user of view `node` sums over them; else 0."""
+    """Return the number of experts per token if the only user of view `node` sums over them, else 0."""
     if short_name(node) != "reshape" or len(node.users) != 1 or len(shape(node)) != len(shape(used)) + 1:
         return 0
     total, (tokens, times, *rest) = next(iter(node.users)), shape(node)

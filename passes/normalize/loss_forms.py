@@ -1,4 +1,4 @@
-"""Rewrites of mean losses as sums divided by a count. A rank's loss can then be a partial sum."""
+"""Rewrites of mean losses as a sum divided by a count, so that a rank's loss can be a partial sum."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return the slice that drops the last token's logits, and the views after it, last first.
+    """Return (slice that drops the last token's logits, views between the slice and the loss, last first).
 
     A view is a reshape to [tokens, classes], or a transpose. Returns None in place of the slice if `node` does not
     come from such a slice.

@@ -33,8 +33,8 @@ _CONVOLUTIONS = {"convolution", *(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_tran
 def plain_products(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite products with a scaled sum (`beta * bias + alpha * product`) as separate products and sums.
 
-    `mv` and `dot` become `matmul`, `bilinear` an `einsum`, a product with a sparse matrix `_sparse_mm`. An `addmm`
-    whose `alpha` and `beta` are 1 is left to `one_linear`.
+    `mv` and `dot` become `matmul`, `bilinear` becomes an `einsum`, and a product with a sparse matrix becomes
+    `_sparse_mm`. An `addmm` whose `alpha` and `beta` are 1 is left to `one_linear`.
     """
     name = short_name(node)
     with graph.inserting_before(node):
@@ -67,7 +67,7 @@ def _scaled_sum(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
         if not _can_have_gradient(bias):
             return product
         never = emit(graph, node, aten.full.default, [], False, dtype=torch.bool, device=value(bias).device)
-        return emit(graph, node, aten.where.self, never, bias, product)  # the gradient of the bias is zero
+        return emit(graph, node, aten.where.self, never, bias, product)  # with beta=0, the gradient of the bias is zero
     scaled = bias if beta == 1 else emit(graph, node, aten.mul.Tensor, bias, beta)
     return emit(graph, node, aten.add.Tensor, product, scaled)
 
@@ -89,7 +89,8 @@ def one_linear(graph: fx.Graph) -> None:
     """Rewrite `addmm` and `mm` as `linear`, and biases of products and convolutions as a separate `add`.
 
     If the operand is a view that merges `(batch sequence)`, the `linear` uses the unmerged tensor, so that the
-    sequence stays a separate dim. The bias is separate because it must be added after a partial sum is reduced.
+    sequence stays a separate dim. The bias is separate because it must be added after the partial sums of all ranks are
+    reduced.
     """
     for node in list(graph.nodes):
         name = short_name(node) if node.op == "call_function" else ""
@@ -172,7 +173,10 @@ def _matrix_product(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Nod
 
 
 def _unmerged(node: fx.Node) -> fx.Node | None:
-    """Return `x` for `x.view(-1, x.shape[-1])`, a view that merges all dims but the last; else None."""
+    """Return the input `x` of a view `x.view(-1, x.shape[-1])`, which merges all dims but the last.
+
+    None for any other node.
+    """
     if node.op != "call_function" or operator_name(node) != "aten::reshape":
         return None
     source = node.args[0]

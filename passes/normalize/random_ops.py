@@ -1,6 +1,6 @@
-"""Rewrites of random operators, so that they do not depend on values of the model.
+"""Rewrites of random operators, so that they do not depend on values that the model computes.
 
-A random operator can then run for the global batch, in the model's order and on the model's generator. The numbers
+A random operator can then run for the global batch, in the model's order and with the model's generator. The numbers
 that it generates depend on operator, shape, dtype and memory layout, so the rewrites keep all four.
 """
 
@@ -29,12 +29,14 @@ _SHAPE_ALONE = frozenset(
         "log_normal", "random",
     )
 )  # fmt: skip
-"""Random operators that use only the shape, dtype and memory layout of their first argument. `bernoulli` with a
-number `p` is another one."""
+"""Random operators that use only the shape, dtype and memory layout of their first argument.
+
+`bernoulli` with a number `p` is another one.
+"""
 
 
 def draws_as_data(graph: fx.Graph) -> None:
-    """Make every random operator independent of the model's values.
+    """Make every random operator independent of values that the model computes.
 
     An operator that uses only a tensor's shape gets an empty tensor instead. If values of the model scale or shift an
     operator's distribution, the operator becomes a standard random operator followed by arithmetic.
@@ -60,7 +62,10 @@ def draws_as_data(graph: fx.Graph) -> None:
 
 
 def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.Node:
-    """Emit an uninitialized tensor with the metadata of `empty_like(of, **options)`. Return its node."""
+    """Emit an uninitialized tensor with the metadata of `empty_like(of, **options)`. Return its node.
+
+    `like`: the node whose module and source line the new node gets.
+    """
     empty = torch.empty_like(of, **options)
     empty_node = emit(
         graph, like, aten.empty_strided.default, list(empty.shape), _stride(empty), dtype=empty.dtype,
@@ -84,7 +89,7 @@ def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node, p: flo
 def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
     """Emit dropout noise with the metadata of `of`: each element is 0 or 1 / (1 - p). Return its node.
 
-    The noise is computed as the dropout of a tensor of ones.
+    To get the noise, the node applies dropout to a tensor of ones.
     """
     noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
     noise.meta.update(named="noise", reads_no_value=True)
@@ -107,7 +112,7 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite `native_dropout` as a product with dropout noise.
 
-    If the user's code uses the mask, noise and mask are computed by `native_dropout` on a tensor of ones.
+    If the user's code also uses the mask, `native_dropout` of a tensor of ones gives both noise and mask.
     """
     source, p = node.args[0], argument(node, "p")
     read, results = {user.args[1]: bool(user.users) for user in node.users}, dict[int, fx.Node]()

@@ -29,7 +29,7 @@ def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the last layer's output, then the final states of all layers."""
+    """Emit one call per layer. Return the last layer's output, then the final states of all layers."""
     number, weights = argument(node, "num_layers"), argument(node, "params")
     states = argument(node, "hx")
     states = list(states) if isinstance(states, (list, tuple)) else [states]

@@ -31,13 +31,13 @@ def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Sorted:
-    """Values between a sort by expert and the inverse sort, and equivalent values in token order.
+    """Values between a sort by expert and the inverse sort, and the equivalent values in token order.
 
     Attributes:
         own: {value in sorted order: equivalent value in token order}.
         order: index tensors that sort the tokens.
         undoes: index tensors that undo the sort.
-        shared: {index tensor that is `order // k`: k}.
+        shared: {index tensor that is `order // k`: k}, for tokens with k experts each.
         offsets: tensors with the number of tokens per expert, or with the cumulative sums of these numbers.
     """
 
@@ -51,7 +51,10 @@ class _Sorted:
         self.offsets: set[fx.Node] = set()
 
     def rewritten(self) -> dict[fx.Node, fx.Node]:
-        """Return {value after the inverse sort: its replacement}, empty if the pattern does not match."""
+        """Return {value after the inverse sort: its replacement}.
+
+        It is empty if the graph does not have the pattern.
+        """
         back: dict[fx.Node, fx.Node] = {}
         before = set(self.graph.nodes)
         for node in list(self.graph.nodes):
@@ -73,7 +76,7 @@ class _Sorted:
         return any(n is self.sort or any(n in group for group in marked) for n in node.all_input_nodes)
 
     def _order(self, node: fx.Node) -> bool:
-        """Record a result of the sort, or an index tensor computed from the sort's indices.
+        """Record `node` if it is a result of the sort, or an index tensor computed from the sort's indices.
 
         Returns False for any other node.
         """
@@ -98,7 +101,7 @@ class _Sorted:
         return node.target is aten.arange.default and argument(node, "end") == self.num_rows
 
     def _counts(self, node: fx.Node) -> bool:
-        """Record a node that counts the tokens of each expert, or sums up the counts to offsets.
+        """Record `node` if it counts the tokens of each expert, or sums up the counts to offsets.
 
         Counts and offsets do not depend on the order of tokens. Returns False for any other node.
         """
@@ -116,9 +119,9 @@ class _Sorted:
         return source is self.experts
 
     def _row(self, node: fx.Node, back: dict[fx.Node, fx.Node]) -> bool:
-        """Rewrite a node that sorts tokens or computes on sorted tokens.
+        """Rewrite `node` if it sorts tokens or computes on sorted tokens.
 
-        For a node that undoes the sort, `back` gets {node: its replacement}. Returns False for any other node.
+        If the node undoes the sort, {node: its replacement} is added to `back`. Returns False for any other node.
         """
         name = short_name(node)
         if name == "index" and len(node.args[1]) == 1:
@@ -179,6 +182,7 @@ def inputs_with_rows(pattern: Pattern, known: Set[int]) -> set[int]:
     tokens.
 
     Args:
+        pattern: the sharding rule, fitted to the call.
         known: indices of some inputs that have one row per token.
     """
     row = pattern.inputs[min(known)][:1]

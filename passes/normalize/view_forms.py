@@ -49,7 +49,7 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 @on_calls(*_TAKE_CONTIGUOUS)
 def contiguous_operands(graph: fx.Graph, node: fx.Node) -> None:
-    """Make the first operand contiguous for operators that need it to be.
+    """Make the first operand of operators that need contiguous memory contiguous.
 
     Other passes remove copies and reorder views, so an operand can have other strides than in the model.
     """
@@ -77,7 +77,7 @@ def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
 
 
 def positional_arguments(graph: fx.Graph) -> None:
-    """Pass keyword arguments by position, except keyword-only arguments."""
+    """Pass arguments by position, except keyword-only arguments."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not node.kwargs:
@@ -94,10 +94,8 @@ def positional_arguments(graph: fx.Graph) -> None:
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite operators that use only the shape or dtype of an operand.
 
-    The new operators do not use the operand.
-
-    `view_as`, `expand_as` and `type_as` become calls with a constant shape or dtype. `copy(a, b)`, the functional form
-    of a write to `a`, becomes `b` in the dtype and shape of `a`.
+    The new operators do not use this operand. `view_as`, `expand_as` and `type_as` become calls with a constant shape
+    or dtype. `copy(a, b)`, the functional form of a write to `a`, becomes `b` in the dtype and shape of `a`.
     """
     name = operator_name(node)
     source = node.args[1] if name == "aten::copy" else node.args[0]
@@ -133,10 +131,10 @@ def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
 @on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
 def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite every view that merges or splits dims as `reshape` with its full output shape."""
-    if node.target is aten.view.dtype:  # the bits of each number, read as another one
+    if node.target is aten.view.dtype:  # a view that reinterprets the bits of each number
         return
     is_open = is_data_dependent(node) and isinstance(node.args[1], (list, tuple)) and -1 in node.args[1]
-    sizes = list(node.args[1] if is_open else shape(node))  # open: how many selected elements there are
+    sizes = list(node.args[1] if is_open else shape(node))  # -1: data-dependent size
     if node.target is not aten.reshape.default or list(node.args[1]) != sizes:
         with graph.inserting_before(node):
             reshaped = emit(graph, node, aten.reshape.default, node.args[0], sizes)

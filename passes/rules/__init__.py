@@ -16,7 +16,7 @@ __all__ = ["Rule", "has_rule", "local_form", "pattern_for", "rule_of"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
-    """Return the sharding rule of a call, fitted to the call's shapes.
+    """Return the sharding rule of a call, fitted to the call's shapes (a `Pattern`).
 
     None if the call has no rule. Every rank then runs the full call on gathered inputs.
     """
@@ -31,7 +31,7 @@ def pattern_for(node: fx.Node) -> Pattern | None:
 
 
 def local_form(node: fx.Node) -> LocalForm | None:
-    """Return the function that writes a call for one rank.
+    """Return the function that writes a call into the program of one rank.
 
     None if the traced call gives the correct result on a rank's local operands.
     """

@@ -1,4 +1,4 @@
-"""Keys of calls: all properties of a call on which a sharding rule can depend.
+"""Keys of calls, for caches: a key has all properties of a call on which a sharding rule can depend.
 
 Equal calls of repeated blocks have equal keys and share results. A `CallCache` serves one pass over a graph that does
 not change. It caches tensor specs by the id of the traced value, because most equal nodes share one value object.
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class CallCache:
-    """Cache of the results of functions of calls, by the key of a call."""
+    """Cache of results by the key of a call: equal calls get one result."""
 
     def __init__(self) -> None:
         self._specs: dict[int, Hashable] = {}
         self._results: dict[Hashable, Any] = {}
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
-        """Return `find(node)`, which is computed once for all calls with equal keys.
+        """Return `find(node)`. It is computed once for all calls with equal keys.
 
         `find` may depend only on the operator, arguments, shapes, strides, dtypes, `requires_grad` and `positions_of`.
         """

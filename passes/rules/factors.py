@@ -1,4 +1,4 @@
-"""Helpers for sharding rules that are written as functions of a call.
+"""Helpers for sharding rules that are written as Python functions of a call.
 
 A factor is a named divisor of a dim's size (`notation.py`): a dim of 12 heads with 64 features has the factors 12 and
 64.
@@ -19,7 +19,7 @@ UNARY_LINEAR = ((0,),)
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:
-    """Return `count` dims with one factor each: `d0`, `d1`, ..."""
+    """Return `count` dims, each with one new factor: `("d0",)`, `("d1",)`, ..."""
     return [(f"{prefix}{i}",) for i in range(count)]
 
 

@@ -1,6 +1,7 @@
-"""Local forms: functions that write a call for one rank.
+"""Local forms: functions that write a call for one rank, for operators that depend on the rank.
 
-An operator has a local form if the traced call would give a wrong result on the rank's local operands.
+An operator has a local form if the traced call would give a wrong result on the rank's local operands. For example, the
+local form of an embedding with a sharded table subtracts the rank's first row from the indices.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call to write for one rank.
+    """A traced call that a local form writes into the program of one rank.
 
     Args:
         node: the traced call.
@@ -50,7 +51,7 @@ class LocalCall:
     balance: float = 1.0
 
     def as_traced(self, changed: Mapping[int, Any] | None = None) -> fx.Node:
-        """Emit the traced call on local operands.
+        """Emit the call as in the trace, but on local operands.
 
         Args:
             changed: {argument position: value that replaces the argument}.
@@ -90,13 +91,16 @@ class LocalCall:
 
 
 LocalForm = Callable[[LocalCall], fx.Node | None]
-"""Function that writes a call for one rank. It returns None if the traced call is right on local operands."""
+"""Function that writes a call into the program of one rank.
+
+It returns None if the traced call gives the correct result on local operands.
+"""
 
 
 def local_value(node: fx.Node) -> Any:
-    """Return the output of a node that a local form emitted, as a meta tensor; None if it is unknown.
+    """Return the local output of a node that a local form emitted, as a meta tensor, or None.
 
-    Plans and printed graphs show the shape and bytes of this tensor.
+    None if the shape is unknown. Plans and printed graphs show the shape and bytes of this tensor.
     """
     first = value(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not isinstance(first, torch.Tensor):
@@ -128,7 +132,7 @@ def shape_argument(call: LocalCall) -> fx.Node:
     local = [-1 if open_ else size for open_, size in zip(is_open, local, strict=True)]
     for placement in layout.values():
         if placement.is_dispatched:
-            local[placement.dim] = -1  # data-dependent: the rows of the local experts
+            local[placement.dim] = -1  # a data-dependent number of rows: those of the local experts
     for axes, placement in flattened_shards(layout).items():
         if any(size % call.num_ranks(axes) for size in section_sizes(full[placement.dim], placement.sections)):
             local[placement.dim] = -1  # uneven shards
@@ -143,6 +147,6 @@ def group_argument(call: LocalCall) -> fx.Node | None:
     names = [declared.name for declared in call.node.target._schema.arguments]
     position = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
     count: Any = call.args[position] // num_shards
-    if call.args[position] % num_shards:  # uneven shards: every rank has one row of the weight per group
+    if call.args[position] % num_shards:  # shards are uneven; on every rank the weight has one row per group
         count = call.emit(aten.sym_size.int, call.args[1], 0)
     return call.as_traced({position: count})

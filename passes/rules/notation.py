@@ -1,8 +1,8 @@
 """Notation of sharding rules: one einsum-like line per operator, for one mesh axis.
 
 In `"... k, n k -> ... n"` the first input has any number of leading dims and a dim `k`. The letters are factors. Dims
-with one letter have equal size and are sharded together. `(g r)` is one dim of two factors, the outer one first. A
-factor that no output has is summed over. `Rule.instantiate` fits a line to the shapes of one call and returns a
+with one letter have equal size and are sharded together. `(g r)` is one dim of two factors, the outer one first. The
+operator sums over a factor that no output has. `Rule.instantiate` fits a line to the shapes of one call and returns a
 `Pattern`.
 """
 
@@ -26,7 +26,7 @@ from autopart.passes.rules.local_forms import LocalForm
 
 @dataclass(frozen=True)
 class Rule:
-    """Sharding rule of an operator, and all other properties of the operator that passes need.
+    """Properties of an operator that passes need, such as its sharding rule: a row of the table `RULES`.
 
     An operator without a sharding rule has neither `text` nor `of_call`.
 
@@ -39,7 +39,7 @@ class Rule:
             factors' sizes.
         also: alternative lines, for calls with a mask or without optional weights. The first line that fits a call is
             used.
-        when: returns True if the rule holds for a call.
+        when: function that returns True if the rule holds for a call.
         of_call: function that returns the pattern of a call, if its factors depend on the call's arguments.
         otherwise: rules for calls that this rule does not fit. The first rule that fits is used.
         takes_sparse: True if the rule holds for sparse tensors too.
@@ -47,8 +47,7 @@ class Rule:
         keeps_weights: True if the operator converts a weight to another view or dtype. It is recomputed at each use of
             the weight.
         keeps_masks: True if the operator converts a mask to another mask that selects as many elements.
-        selects: True if the second argument selects elements of the first argument: a slice, or all elements equal to
-            a
+        selects: True if the second argument selects elements of the first argument: a slice, or all elements equal to a
             number.
         has_gradient: True if the result may need a gradient.
         has_reduction: True if the operator is a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
@@ -81,11 +80,14 @@ class Rule:
 
     @property
     def is_for_sharding(self) -> bool:
-        """True if the object has a sharding rule."""
+        """True if the row has a sharding rule. A row without one has only costs."""
         return bool(self.text) or self.of_call is not None
 
     def fit(self, node: fx.Node) -> Pattern | None:
-        """Return the pattern of a call. None if neither this rule nor a rule in `otherwise` fits the call."""
+        """Return the rule fitted to a call (a `Pattern`).
+
+        None if neither this rule nor a rule in `otherwise` fits.
+        """
         fitted = self._fit(node) if self.when(node) else None
         others = (rule.fit(node) for rule in self.otherwise)
         return fitted if fitted is not None else next((pattern for pattern in others if pattern is not None), None)
@@ -97,7 +99,7 @@ class Rule:
         return rule.instantiate([shape(n) for n in tensor_inputs(node)], output_shapes(node)) if self.text else None
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
-        """Return the pattern of the first line of the rule that fits these shapes; None if no line fits.
+        """Fit the rule to the shapes of a call: return the `Pattern` of its first line that fits, or None.
 
         >>> Rule("... k, n k -> ... n").instantiate([(2, 3, 8), (4, 8)], [(2, 3, 4)]).sizes
         {'...2': 2, '...1': 3, 'k': 8, 'n': 4}
@@ -141,7 +143,7 @@ class Rule:
 
 @cache
 def parse(text: str) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
-    """Parse a line of the notation: return the dims of the operands left and right of the arrow.
+    """Parse a line of the notation: return the dims of the operands left of the arrow, and right of it.
 
     The dim `("...",)` represents any number of dims.
 

@@ -53,7 +53,7 @@ def contracted(rule: Rule) -> list[str]:
 
 
 def call_text(name: str, rule: Rule) -> str:
-    """Return the call of `autopart.rule` that registers this rule, as text."""
+    """Return, as text, the call of `autopart.rule` that registers this rule."""
     texts = [f'"{text}"' for text in (name, rule.text, *rule.also)]
     options = [f'{key}="{text}"' for key, text in (("sum", " ".join(contracted(rule))), ("whole", rule.whole)) if text]
     options += [f"linear={rule.linear}"] * bool(rule.linear)

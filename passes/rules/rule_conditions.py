@@ -1,7 +1,4 @@
-"""Conditions on the arguments of a call.
-
-A rule with a condition (`Rule.when`) holds only for calls that meet it.
-"""
+"""Conditions on the arguments of a call, for rules that hold only for some calls (`Rule.when`)."""
 
 from __future__ import annotations
 

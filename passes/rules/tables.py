@@ -31,11 +31,16 @@ from autopart.passes.rules.rule_conditions import (
 )
 
 _ATTENTION = ("... b g r q k d", "... b g r q k e")
-"""The two products of attention, for FLOPs. A factor that a rule lacks (`g`, `r`: grouped heads) has size 1."""
+"""The two matrix products of attention, to count FLOPs.
+
+A factor that a rule lacks (`g`, `r`: grouped heads) has size 1.
+"""
 
 _REMADE = CostNotes(joins="remade")
-"""Cost of operators that torch.compile fuses and, if that saves memory, recomputes in backward. Elementwise operators
-and views have it too (`get_default_op_list` in torch/_functorch/partitioners.py)."""
+"""Cost of operators that torch.compile fuses, and recomputes in backward if that saves memory.
+
+Elementwise operators and views have it too (`get_default_op_list` in torch/_functorch/partitioners.py).
+"""
 _ARITHMETIC = CostNotes(gradients="each")
 
 
@@ -208,4 +213,7 @@ RULES: dict[str, Rule] = {
     "autopart::embedding_shard": Rule(cost=CostNotes(looks_up=True)),
     **_rows("split chunk", Rule(cost=CostNotes(gradients="parts"))),
 }  # fmt: skip
-"""{operator name: its row}. Operators that only generated programs contain have rows too, which hold their costs."""
+"""{operator name: its row}.
+
+Operators that occur only in generated programs have rows too, with their costs.
+"""

@@ -1,1 +1,1 @@
-"""Generation of programs: one graph per stage, with local shapes and collectives."""
+"""Generation of programs: one graph per pipeline stage, with local shapes and collectives."""

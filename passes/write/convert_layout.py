@@ -1,4 +1,7 @@
-"""Conversions of values between layouts (with collectives), and of parameters to the compute dtype."""
+"""Conversions of values between layouts (with collectives), and of parameters to the compute dtype.
+
+A layout is {mesh axis: placement}, such as `{"dp": S(0), "tp": R}`.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,13 @@ from autopart.passes.write.stage_draft import Key, StageDraft
 
 
 class Converter:
-    """Generator of the nodes that convert values between layouts, for all stages.
+    """Writer of the nodes that convert values between layouts, for all stages.
 
     Args:
         trace: the traced model.
         decisions: the decisions of the plan.
         sizes: {axis: number of ranks}, including the microbatch axis and flattened axes that store parameters.
-        emitter: function of a stage and a traced node that returns a function. The returned function adds nodes to the
-            stage's graph.
+        emitter: `emitter(stage, node)` returns a function that adds nodes to the stage's graph for a traced node.
         mark: records on a generated node which traced value it has, and in which layout.
     """
 
@@ -72,6 +74,8 @@ class Converter:
         """Return the node of a value with another placement on one axis. Reuse the node in `made`, or emit it.
 
         Args:
+            written: the generated node of the value, in layout `current`.
+            node: the traced node of the value.
             place: the new placement on `axis`.
             made: {(traced node, layout): generated node}. A new node is added.
         """
@@ -82,10 +86,10 @@ class Converter:
         return made[node, layout]
 
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
-        """Yield the (axis, new placement) pairs that convert one layout to another, in order.
+        """Yield the steps that convert one layout to another, in order, as (axis, new placement).
 
-        A parameter can be stored sharded over flattened axes, which the target layout does not have. It is first
-        gathered over these axes.
+        A parameter can be stored sharded over flattened axes (`dp_cp`), which the target layout does not have. The
+        first step gathers it over these axes.
         """
         current = dict(source)
         whole = R_GRAD_P if facts(node)["needs_grad"] else R
@@ -112,7 +116,7 @@ class Converter:
             options: further arguments of the operator, such as the dtypes of a parameter.
         """
         source = current[axis]
-        if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
+        if axis == MICROBATCH_AXIS and target == P:  # every microbatch contributes an equal share
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
         step = conversion(source, target)
         others = [(cut, self.sizes[other]) for other, cut in current.items() if other != axis]
@@ -155,8 +159,7 @@ class Converter:
     def sent(self, node: fx.Node, produced: Key) -> Key:
         """Return the layout in which a value is sent between stages.
 
-        With `scatter_sends` each rank sends one shard, so this layout differs from the layout in which the value is
-        computed.
+        With `scatter_sends` each rank sends only one shard of a value that is computed replicated.
         """
         parts = scatter_layout(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
         return produced if parts is None else tuple(parts.items())
@@ -168,9 +171,9 @@ class Converter:
             facts(self.convert(received, node, sent, produced, stage))["received"] = True
 
     def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
-        """Return the dtype in which a parameter is stored.
+        """Return the dtype in which a parameter is stored, if it must be cast for the computation; else None.
 
-        None if no cast is needed, because computation and gradient reduction use the same dtype.
+        No cast is needed if computation and gradient reduction use the stored dtype.
         """
         precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
         if precision is None or not stored.is_floating_point:
@@ -208,7 +211,7 @@ class Converter:
 
 
 def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
-    """Return the error for converting a dim of experts on one axis while other axes shard it unevenly."""
+    """Return the error for changing how one axis shards a dim of experts that other axes shard unevenly."""
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
         f"{axis} cannot shard or gather dim {dim} of {name}",
@@ -219,9 +222,9 @@ def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str])
 
 
 def _section_arguments(source: Placement, target: Placement) -> tuple[list[int], ...]:
-    """Return the sections of both placements, for an all-to-all.
+    """Return the sections of the placements `source` and `target`, as arguments of an all-to-all.
 
-    Empty unless one of the placements is zigzag.
+    The result is empty unless one of the placements is zigzag.
     """
     return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
 
@@ -229,11 +232,11 @@ def _section_arguments(source: Placement, target: Placement) -> tuple[list[int],
 def _gradient_first(
     source: Layout, steps: Iterator[tuple[str, Placement]]
 ) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Move the steps of a layout conversion that convert only the gradient to the front.
+    """Reorder the steps of a layout conversion: steps that convert only the gradient come first.
 
-    These steps are between two replicated placements, such as `R` and `R(grad P)`. If a parameter is stored over a
-    flattened axis (`dp_cp`), a step on one of its mesh axes (`dp`) is not moved: the gradient exists only after the
-    gather over the flattened axis.
+    These steps are between two replicated placements, such as `R` and `R(grad P)`. Exception: if a parameter is stored
+    over a flattened axis (`dp_cp`), a step on one of its mesh axes (`dp`) is not moved, because the gradient exists
+    only after the gather over the flattened axis.
     """
     all_steps, joined = list(steps), {part for axis in source for part in mesh_axes_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps
@@ -242,7 +245,7 @@ def _gradient_first(
 
 
 def _gathers_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
-    """Yield the gathers that must precede all other steps of a conversion, as (axis, placement).
+    """Yield the gathers that must precede all other steps of a conversion, as (axis, new placement).
 
     The gathers keep the shards of a dim in order:
 

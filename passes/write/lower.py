@@ -1,11 +1,12 @@
-"""Write the program of every stage: a pure function of the annotated graph and the decisions.
+"""Generation of every stage's program: a pure function of the annotated graph and the decisions.
 
 Each operator computes its result in the layout of its strategies. The result is converted to the layouts that its
 consumers need, once for each layout. Weights are read on the stage that uses them.
 
-Values that depend only on the model's inputs are computed on every stage that needs them. The stage's prologue
-computes such values for the global batch, once per call. The stage graph computes them for one rank's samples. All
-other values that a later stage needs are sent through the stages between.
+Values that depend only on the model's inputs are not sent between stages: every stage that needs them computes them.
+The stage's prologue (a graph that runs once per call, before the first microbatch) computes such values for the global
+batch. The stage graph computes them for one rank's samples. All other values that a later stage needs are sent through
+the stages between.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def lower(
     """Return the program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
     Args:
-        whole_outputs: True to gather outputs over the batch axes, for a call. False to leave their placement, such as a
-            partial sum of the loss, for a training step, which reduces the loss once.
+        whole_outputs: True for a call: outputs are gathered over the batch axes. False for a training step: outputs
+            keep their placement. For example, the loss stays a partial sum, which the step reduces once.
         rng: "exact" draws the random numbers of a single device, "fast" draws dropout noise on each rank.
         beside: additional outputs, which come after `outputs` and are always gathered.
         local_rows: True to return to each data-parallel rank only its own samples of a gathered output.
@@ -88,9 +89,10 @@ def lower(
 
 
 def _replaced_noise(random: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the random operators whose noise is used only by dropouts that depend on a parameter.
+    """Return the random operators that the program omits, because ranks draw their noise locally.
 
-    The program omits them: in each of these dropouts, a rank draws the noise of its own shard.
+    Their noise is used only by dropouts that depend on a parameter. In each of these dropouts, a rank draws the noise
+    of its own shard.
     """
     return {
         node for node in random
@@ -99,21 +101,27 @@ def _replaced_noise(random: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
-    """Raise OptionError for `rng="exact"` if a random operator cannot give the numbers of a single device."""
+    """Raise OptionError if `rng` is "exact" and a random operator cannot give a single device's numbers."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
             raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")
 
 
 def write_local(call: LocalCall) -> fx.Node:
-    """Write a call for one rank: by the local form of its rule, or as traced if it has no local form."""
+    """Write a call into the program of one rank.
+
+    The local form of the call's rule writes it. Without a local form, it is written as traced.
+    """
     local = local_form(call.node)
     written = local(call) if local is not None else None
     return call.as_traced() if written is None else written
 
 
 def _decisions_of_tail(decisions: Decisions) -> Decisions:
-    """Return the decisions for the operators that run once on all microbatches, as one more stage."""
+    """Return the decisions for the tail, which is treated as one more stage.
+
+    The tail is the set of operators that run once for all microbatches.
+    """
     strategies = {axis: on for axis, on in decisions.strategies.items() if axis != MICROBATCH_AXIS}
     stage_of = {node: stage + (node in decisions.tail) for node, stage in decisions.stage_of.items()}
     return replace(
@@ -126,7 +134,8 @@ class _Writer:
     """Generator of all stage graphs.
 
     Args:
-        trunk: the writer of the pipeline stages, if this object writes the tail.
+        trunk: the writer of the pipeline stages, if this object writes the tail (operators that run once for all
+            microbatches).
     """
 
     def __init__(
@@ -161,13 +170,13 @@ class _Writer:
         self.tail = _Writer(trace, _decisions_of_tail(decisions), rng, local_rows, self) if decisions.tail else None
 
     def writer_of(self, node: fx.Node) -> _Writer:
-        """Return the writer of an operator: the one of the tail if the operator runs once on all microbatches."""
+        """Return the writer of an operator: this object, or `self.tail` for operators of the tail."""
         return self.tail if self.tail is not None and node in self.decisions.tail else self
 
     # Layouts
 
     def key(self, node: fx.Node, places: Layout) -> Key:
-        """Return a layout over all axes: the placements in `places`, and `R` on all other axes.
+        """Return a layout with an entry for every axis: the placements in `places`, and `R` on all other axes.
 
         If the value has no gradient, `R(grad P)` becomes `R`.
         """
@@ -180,7 +189,7 @@ class _Writer:
         source, index = source_of(node)
         if source.op == "placeholder":  # an input that needs a gradient: replicated, as the caller has it
             return self.key(source, {})
-        if facts(source)["role"] == PARAMETER:  # each shard of the batch contributes to the gradient
+        if facts(source)["role"] == PARAMETER:  # the gradient is a sum over the shards of the batch
             rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
             stored = self.decisions.stored.get(source.target, {})
             joined = {axis: place for axis, place in stored.items() if axis not in self.sizes}
@@ -189,7 +198,7 @@ class _Writer:
         return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
 
     def wanted(self, node: fx.Node, position: int, used: fx.Node) -> Key:
-        """Return the layout in which `node` needs its tensor input `used`, which has index `position`."""
+        """Return the layout in which `node` needs its tensor input `used`, the input with index `position`."""
         return self.key(used, {axis: on[node].inputs[position] for axis, on in self.chosen.items()})
 
     # Emitting
@@ -216,13 +225,13 @@ class _Writer:
             stage.seed.meta["val"] = torch.empty(1, dtype=torch.int64, device="meta")
             stage.inputs.append(StageInput(stage.seed.target, 0))
             stage.prologue_outputs.append(stage.seeds)
-            if stage.is_tail:  # it receives the seeds of all microbatches
+            if stage.is_tail:  # the tail receives the seeds of all microbatches
                 seeds, stage.seed = stage.seed, stage.graph.call_function(aten.slice.Tensor, (stage.seed, 0, 0, 1))
                 stage.seed.meta["val"] = seeds.meta["val"]
         return stage.seed
 
     def mark(self, written: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
-        """Record on a generated node which traced value it has, in which layout and dtype."""
+        """Record on a generated node which traced value it holds, and in which layout and dtype."""
         written.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
         written.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
@@ -283,7 +292,7 @@ class _Writer:
     # Reading
 
     def get(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return the node of a value in a layout on a stage.
+        """Return the node that holds a value in a layout on a stage.
 
         An existing node is reused. Otherwise the value is converted, received from an earlier stage, or computed.
         """
@@ -305,9 +314,9 @@ class _Writer:
         return self._record(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return a layout in which the stage already has the value; `layout` if there is none.
+        """Return a layout in which the stage already has the value without gradient `node`, else `layout`.
 
-        The operator has no gradient, so the placement of the gradient in the layout does not matter.
+        Layouts that differ only in the placement of the gradient are equal for such a value.
         """
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
@@ -318,7 +327,7 @@ class _Writer:
     def _in_produced_layout(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
         """Return the node of a value in the layout in which it is computed, stored or received.
 
-        The value is a parameter, a view of a weight, an input with a gradient, or a value of this or an earlier stage.
+        The value is a parameter, a view of a weight, an input with a gradient, or a result of this or an earlier stage.
         """
         if (node, produced) in stage.made:
             return stage.made[node, produced]
@@ -334,7 +343,10 @@ class _Writer:
         return stage.made[node, produced]
 
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
-        """Return the received node of a value of an earlier stage. All stages in between send the value on."""
+        """Return the node with which a stage receives a value of an earlier stage.
+
+        All stages between send the value on.
+        """
         assert stage.index > 0, f"{node.name} is used on a stage before the one that computes it"
         if self.trunk is not None:
             return self._receive_all(node, produced, stage)
@@ -350,9 +362,9 @@ class _Writer:
         return self._record(stage.placeholder(node.name), node, sent, stage)
 
     def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
-        """Return a value in the tail that the last stage has computed for each microbatch.
+        """Return the node with which the tail receives a value that the last stage computes per microbatch.
 
-        The runtime merges the values, so the received value has no placement on `MICROBATCH_AXIS`.
+        The runtime merges the microbatches, so the received value has no placement on `MICROBATCH_AXIS`.
         """
         assert self.trunk is not None
         last, layout = self.trunk.stages[-1], self.trunk.produced(node)
@@ -389,7 +401,7 @@ class _Writer:
         return rows if rows is not None else self._stage_input(node, batch, stage)
 
     def _local_samples(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
-        """Compute this rank's samples of a value from its samples of the inputs.
+        """Write the computation of this rank's samples of a value from its samples of the model inputs.
 
         Returns None if the operator's rule does not allow the batch to be sharded.
         """
@@ -408,7 +420,7 @@ class _Writer:
         return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
-        """Add a keyword input to the stage graph for a value that the prologue computes. Return its node.
+        """Add an input to the stage graph for a value that the prologue computes. Return its node.
 
         Args:
             batch: placement of the shard that the runtime passes to each rank and microbatch; None: the full value.
@@ -421,16 +433,16 @@ class _Writer:
         return placeholder
 
     def _in_prologue(self, node: fx.Node, stage: StageDraft) -> fx.Node:
-        """Return the node of a full value in the stage's prologue.
+        """Return the node that computes a full value in the stage's prologue.
 
-        Add the node and its inputs if they are missing.
+        Add it and its inputs if they are missing.
         """
         if node not in stage.whole:
             if node.op == "get_attr":
                 whole = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)
                 whole.meta = {"val": value(node)}
                 stage.buffers[node.target] = None
-                if node.target in self.trace.buffer_updates:  # written after the forward, before the backward
+                if node.target in self.trace.buffer_updates:  # overwritten before backward
                     whole = stage.prologue.call_function(torch.ops.aten.clone.default, (whole,))
                     whole.meta = {"val": value(node)}
             else:
@@ -443,7 +455,7 @@ class _Writer:
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
-        """Return the program that computes these outputs.
+        """Write the outputs, and return the finished program.
 
         Args:
             outputs: pairs (node or constant, True to gather it over the batch axes).
@@ -491,7 +503,7 @@ class _Writer:
         return frozenset(name for name, node in inputs if node in used)
 
     def _update(self, name: str, node: fx.Node) -> None:
-        """Add the full new value of a buffer to the outputs of the stage that computes it."""
+        """Add the new value of a buffer, unsharded, to the outputs of the stage that computes it."""
         source, _ = source_of(node)
         if facts(source)["role"] in (INPUT, DATA):
             first = self.stages[0]
@@ -502,9 +514,9 @@ class _Writer:
         home.updates.append((BufferUpdate(name, False, dict(layout)), self.get(node, layout, home)))
 
     def _first_possible_stage(self, source: fx.Node) -> int:
-        """Return the first stage that can compute a value.
+        """Return the first stage that can compute a value from the parameters on which it depends.
 
-        Each parameter on which the value depends is read on this stage or on an earlier one.
+        Each of these parameters is read on this stage or on an earlier one.
         """
         readers = self._readers()
         made_of = {source, *nx.descendants(reads(self.trace.graph), source)}
@@ -526,7 +538,7 @@ class _Writer:
             # A replicated loss is differentiated once, not once per rank.
             if axis in self.features or (axis != MICROBATCH_AXIS and (whole or place == R_GRAD_P)):
                 places[axis] = R
-            elif place == R_GRAD_P and not whole:  # every microbatch is differentiated, and gives its share
+            elif place == R_GRAD_P and not whole:  # every microbatch is differentiated
                 places[axis] = P
         return tuple(places.items())
 

@@ -1,4 +1,4 @@
-"""One pipeline stage under construction, and its conversion to a `Stage`."""
+"""Builder of one pipeline stage, which is finally converted to a `Stage`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from autopart.passes.normalize.matmul_forms import fuse_bias
 from autopart.passes.pass_pipeline import Pass, eliminate_dead_code, run_passes
 
 Key = tuple[tuple[str, Placement], ...]
-"""A layout as ((axis, placement), ...), which can be a dictionary key."""
+"""A layout as a tuple of (axis, placement), which can be a dictionary key."""
 
 
 @dataclass
 class StageDraft:
-    """One pipeline stage under construction: its graphs, inputs, parameters and updates of buffers."""
+    """A pipeline stage that is being written: its graphs, inputs, parameters and updates of buffers."""
 
     index: int
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -45,18 +45,18 @@ class StageDraft:
     is_tail: bool = False
 
     def placeholder(self, name: str) -> fx.Node:
-        """Add an input to the stage graph. If its name is in use, it gets a suffix."""
+        """Add an input to the stage graph. If another input has its name, the name gets a suffix."""
         placeholder = self.graph.placeholder(name)
         placeholder.target = placeholder.name
         return placeholder
 
     def parameter(self, node: fx.Node) -> fx.Node:
-        """Add a node to the stage graph that reads a parameter in its stored layout. Return the node."""
+        """Add a node that reads a parameter in its stored layout to the stage graph. Return the node."""
         self.parameters[node.target] = None
         return self.graph.create_node("get_attr", node.target, (), {}, node.name)
 
     def output(self, values: Sequence[fx.Node]) -> None:
-        """Add the outputs of the stage graph and of its prologue.
+        """Write the output nodes of the stage graph and of its prologue.
 
         The stage graph returns `values`, and new values of the buffers that it updates. The prologue returns the inputs
         that it computes for the stage graph, and new values of buffers that depend only on the model's inputs.
@@ -75,7 +75,7 @@ class StageDraft:
         """
         received = [self.made[value] for value in self.receives]
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]
-        for placeholder in reversed([*received, *keywords]):  # received values come first
+        for placeholder in reversed([*received, *keywords]):  # inputs: first the values received from other stages
             next(iter(self.graph.nodes)).prepend(placeholder)
         run_passes(self.graph, (Pass(fuse_bias), Pass(fuse_attention_dropout)), of=f"stage {self.index}")
         run_passes(self.prologue, (Pass(eliminate_dead_code),), of=f"prologue {self.index}")
@@ -91,7 +91,10 @@ class StageDraft:
 
 
 def _module(graph: fx.Graph, trace: Trace) -> fx.GraphModule:
-    """Return a module for a graph, with parameters and buffers on `meta`, and constants with their values."""
+    """Return a module that runs a graph of a stage.
+
+    Its constants have values; parameters and buffers are on `meta`.
+    """
     attributes: dict[str, Any] = {}
     for node in graph.find_nodes(op="get_attr"):
         constant = trace.constants.get(node.target)
@@ -116,7 +119,7 @@ def _boundary(node: fx.Node, layout: Key, sizes: Mapping[str, int]) -> Boundary:
 def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: int) -> dict[str, set[int]]:
     """Return {parameter: stages that read it, directly or through a view}.
 
-    Parameters that the model returns count as read on the stage `last`.
+    A parameter that is an output of the model counts as read on the stage `last`.
     """
     readers: dict[str, set[int]] = {}
     for node, stage in (*stage_of.items(), (outputs, last)):

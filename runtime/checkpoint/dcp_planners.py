@@ -29,8 +29,7 @@ def plan_checkpoints_with(
         kind: class of the shards.
         check_loaded: called with (key, saved size, shard) instead of the planner's comparison of sizes.
         check_saved: called with (key, value) for every entry to save.
-        absent: called with (state dict, saved keys). Returns the keys that the load skips, because the checkpoint
-            lacks
+        absent: called with (state dict, saved keys). Returns the keys that the load skips, because the checkpoint lacks
             them.
         before_saving: called with the state dict on every rank, before a save is planned.
     """

@@ -27,8 +27,7 @@ class NoSync:
         is_open: the module is inside `no_sync()`, so calls leave their gradients unreduced.
         are_some: `.grad` contains partial gradients.
         are_expected: a forward ran inside `no_sync()`, and its backward has not run yet.
-        reduce_by_method: function that reduces gradients of parameters that have a `dp_sync` method. It is called
-            after
+        reduce_by_method: function that reduces gradients of parameters that have a `dp_sync` method. It is called after
             all other reductions.
     """
 
@@ -101,8 +100,7 @@ class NoSync:
         """Return True if the current backward must leave its gradients unreduced.
 
         Args:
-            was_open: the forward ran inside `no_sync()`. If False, all partial gradients are reduced when this
-                backward
+            was_open: the forward ran inside `no_sync()`. If False, all partial gradients are reduced when this backward
                 ends.
         """
         if not (was_open or self.are_some or self.are_expected):

@@ -53,10 +53,8 @@ def insert_unshard_blocks(
 
     Args:
         reducer: reducer of the stage. It reports whether a backward is the last backward of a step. If the schedule
-            runs
-            the weight backward weight by weight, each weight keeps a separate all-gather.
-        compiled: the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled code
-            does
+            runs the weight backward weight by weight, each weight keeps a separate all-gather.
+        compiled: the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled code does
             not contain them. Casts stay as they are, because the compiler recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}

@@ -47,8 +47,7 @@ class ShardSpec:
 
     Attributes:
         name: name of the parameter, also for values computed from it.
-        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a tensor has
-            a
+        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a tensor has a
             spec too, because other stages lack the tensor.
         is_derived: True for a value that was computed from the full parameter.
     """

@@ -106,8 +106,7 @@ class OriginalParams:
 
         Args:
             is_equal: function that returns True if the local parameter equals its shard of a full tensor. After such a
-                change
-                no warning is needed, for example if `full_state_dict()` was loaded into the original model.
+                change no warning is needed, for example if `full_state_dict()` was loaded into the original model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal

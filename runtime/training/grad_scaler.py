@@ -26,9 +26,9 @@ from autopart.runtime.training.gradient_norms import inside
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
 
-    It detects infinite gradients over all ranks. So all ranks take a step or none does, and the scale stays equal.
-    When a model is partitioned, torch's class is patched to do so too. In addition, this class works without
-    `scale(loss)`. Its default `device` is "cuda", or "cpu" without GPUs.
+    It detects infinite gradients over all ranks. So all ranks take a step or none does, and the scale stays equal. When
+    a model is partitioned, torch's class is patched to do so too. In addition, this class works without `scale(loss)`.
+    Its default `device` is "cuda", or "cpu" without GPUs.
 
     Example:
         scaler = autopart.GradScaler()

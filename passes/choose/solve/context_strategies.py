@@ -2,10 +2,8 @@
 
 `"gather"`: every rank has its queries, and gathers all keys and values (Llama 3: Grattafiori et al. 2024,
 arXiv:2407.21783, section 3.3.2). `"ulysses"`: a rank has the full sequence of some heads (Jacobs et al. 2023,
-arXiv:2309.14509). `"ring"`: keys and values circulate around the ranks, so that no rank stores all of them (Liu et
-al.
-2023, arXiv:2310.01889). `"auto"` chooses between `"gather"` and `"ulysses"`. It excludes `"ring"`, which moves as
-many
+arXiv:2309.14509). `"ring"`: keys and values circulate around the ranks, so that no rank stores all of them (Liu et al.
+2023, arXiv:2310.01889). `"auto"` chooses between `"gather"` and `"ulysses"`. It excludes `"ring"`, which moves as many
 bytes as `"gather"`, and is useful only if the gathered keys and values do not fit into memory.
 """
 

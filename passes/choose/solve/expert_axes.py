@@ -140,8 +140,7 @@ def can_shard_experts_again(
     """Return True if one more axis may shard the experts of an operator that inner axes already shard.
 
     All these axes must shard the experts in the same way (`shards_experts_equally`). The product of their sizes must
-    not
-    exceed the number of experts. If several axes shard the tokens, the product must divide the number of tokens.
+    not exceed the number of experts. If several axes shard the tokens, the product must divide the number of tokens.
 
     Args:
         option: strategy on the additional axis.

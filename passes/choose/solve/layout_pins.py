@@ -129,8 +129,7 @@ class AxisConstraints:
         """Return True if a shard on this axis can be a union of shards on the axes that were solved earlier.
 
         The sharded factor must be experts or the sequence, and all these axes must shard it in the same way. The
-        product of
-        the axis sizes must divide the size of the factor.
+        product of the axis sizes must divide the size of the factor.
         """
         pattern = facts(node)["pattern"]
         assert pattern is not None, "an operator without a rule is not sharded"

@@ -1,12 +1,9 @@
 """Exact solver for discrete variables with a cost of each option and of each pair of options.
 
-This is a partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and
-Scholz
-2006). A variable with one or two neighbours is eliminated: for each combination of the neighbours' options, the
-cost
-of its best option is added to the costs of the neighbours. So chains of pointwise operators disappear. An option
-that
-is never better than another option is dropped. These steps are exact. The remaining variables are solved as a
+This is a partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and Scholz
+2006). A variable with one or two neighbours is eliminated: for each combination of the neighbours' options, the cost of
+its best option is added to the costs of the neighbours. So chains of pointwise operators disappear. An option that is
+never better than another option is dropped. These steps are exact. The remaining variables are solved as a
 mixed-integer linear program (HiGHS), with one column per pair of options.
 """
 

@@ -403,8 +403,7 @@ class ShardingProblem:
         """Add the conversion costs of a value to `pairs`.
 
         Consumers that need one placement share one conversion. If there are several consumers, an extra variable
-        chooses the
-        set of placements in which the value exists.
+        chooses the set of placements in which the value exists.
         """
         uses = list(value.uses.values())
         targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})

@@ -226,8 +226,7 @@ class ShardingCosts:
         """Return the cost over the data axes of a parameter with placement `place` on this axis.
 
         It is the cost of ZeRO, or of the all-reduce of the gradient. If ZeRO is requested but the data ranks divide no
-        dim
-        of the parameter, its bytes, which stay on every rank, are added to `weights`.
+        dim of the parameter, its bytes, which stay on every rank, are added to `weights`.
         """
         storage = self.step.storage
         if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):

@@ -96,8 +96,7 @@ def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> l
     """Return, for each operator of the full model, the index in `nodes` of the node that represents it.
 
     If blocks are deduplicated, the trace contains only one of several equal blocks, and its operators represent those
-    of
-    all these blocks. Only operators that depend on parameters are included.
+    of all these blocks. Only operators that depend on parameters are included.
     """
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 

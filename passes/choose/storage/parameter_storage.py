@@ -1,18 +1,13 @@
 """Storage of parameters: sharded over the data axes (ZeRO) or replicated, equally in all programs.
 
-With `zero` of 1 to 3, a rank of `dp` stores one shard of a weight and of its optimizer state (ZeRO: Rajbhandari et
-al.
-2020, arXiv:1910.02054, section 5; stage 3 is FSDP: Zhao et al. 2023, arXiv:2304.11277). That is an ordinary
-placement,
-`S(d)` on `dp`. An operator that uses the weight converts it to `R(grad P)`: an all-gather in forward, a
-reduce-scatter
+With `zero` of 1 to 3, a rank of `dp` stores one shard of a weight and of its optimizer state (ZeRO: Rajbhandari et al.
+2020, arXiv:1910.02054, section 5; stage 3 is FSDP: Zhao et al. 2023, arXiv:2304.11277). That is an ordinary placement,
+`S(d)` on `dp`. An operator that uses the weight converts it to `R(grad P)`: an all-gather in forward, a reduce-scatter
 of the gradient in backward. The ZeRO stages differ in how long the runtime keeps the unsharded weight and gradient
 (`Program.zero`). Each dim is sharded by one axis at most, so that a shard is one contiguous range of the dim.
 
-`Axis.stores` marks the axes over which parameters may be stored sharded. All such axes over which a weight is
-otherwise
-replicated are flattened to one axis, like `dp_shard_cp` in torchtitan. For example, `S(0)` on `dp_cp` shards over
-the
+`Axis.stores` marks the axes over which parameters may be stored sharded. All such axes over which a weight is otherwise
+replicated are flattened to one axis, like `dp_shard_cp` in torchtitan. For example, `S(0)` on `dp_cp` shards over the
 ranks of both axes, and one collective gathers it. An expert's weight that `ep` shards is stored over `dp_cp`. An
 expert's weight that `ep` and `cp` shard (`expert_axes.py`) is stored over `dp`. Other weights are stored over
 `dp_cp_ep`.

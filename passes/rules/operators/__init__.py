@@ -1,1 +1,1 @@
-"""Sharding rules and local forms by family of operators."""
+"""Sharding rules and local forms that need code, one file per family of operators."""

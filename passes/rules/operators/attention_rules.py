@@ -13,9 +13,7 @@ from autopart.passes.rules.local_forms import LocalCall
 def ring(call: LocalCall) -> fx.Node | None:
     """Emit ring attention if queries, keys and values are sharded equally along the sequence.
 
-    Returns None otherwise.
-
-    In each step of the ring, the local queries attend to the keys of one rank.
+    Returns None otherwise. In each step of the ring, the local queries attend to the keys of one rank.
     """
     axis = next((axis for axis, strategy in call.strategies.items() if is_ring_strategy(call.node, strategy)), "")
     if not axis:

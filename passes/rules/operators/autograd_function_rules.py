@@ -1,4 +1,4 @@
-"""Test if the backward of a user's `torch.autograd.Function` is linear."""
+"""Test for a user's `torch.autograd.Function`: is its backward linear in the output gradients?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.passes.rules import pattern_for
 from autopart.tracing.autograd.autograd_functions import made_for
 
 _OF_SHAPES = frozenset(f"aten::{name}" for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"])
-"""Operators that use only the shapes of their inputs."""
+"""Operators that use only the shapes of their inputs, not the values."""
 _LINEAR = {
     **{
         f"aten::{name}": ({0},)
@@ -19,15 +19,18 @@ _LINEAR = {
     },
     **{f"aten::{name}": ({0}, {1}) for name in ("mm", "bmm", "matmul")},
 }
-"""{operator of a backward: sets of tensor inputs in which it is linear}. `tables.py` lists further sets."""
+"""{operator that a backward can contain: sets of tensor inputs in which it is linear}.
+
+The rules in `tables.py` have further sets.
+"""
 
 
 def backward_is_linear(node: fx.Node) -> bool:
     """Return True if an operator's backward is linear in the output gradients.
 
-    Partial sums of output gradients then give partial sums of input gradients. The backward of a user's autograd
-    Function may clip or normalize gradients. It is linear if every operator in its traced backward is linear in the
-    gradients. The backward of all other operators is linear.
+    If it is linear, partial sums of output gradients give partial sums of input gradients. The backward of a user's
+    autograd Function may clip or normalize gradients. It is linear if every operator in its traced backward is linear
+    in the gradients. The backward of all other operators is linear.
     """
     user_function = made_for(node)
     backward = user_function.examined.backward if user_function is not None else None

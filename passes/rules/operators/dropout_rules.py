@@ -13,7 +13,7 @@ from autopart.passes.rules.local_forms import LocalCall
 
 
 def drop(call: LocalCall) -> fx.Node | None:
-    """Emit dropout that draws its mask on the rank; return None if a noise argument is passed.
+    """Emit dropout that draws its mask on the rank. Return None if the call has noise as an argument.
 
     Shards of a value get independent masks. Ranks that replicate the value get equal masks.
     """

@@ -13,7 +13,10 @@ from autopart.passes.rules.notation import Rule
 
 
 def einsum(node: fx.Node) -> Pattern | None:
-    """Return the rule of an `einsum`, with its letters as factors; None if an operand repeats a letter."""
+    """Return the rule of an `einsum`.
+
+    The letters of its equation are the factors. None if an operand repeats a letter.
+    """
     shapes = [shape(n) for n in tensor_inputs(node)]
     terms, result = read_equation(node.args[0], [len(s) for s in shapes])
     if any(max(Counter(term).values(), default=1) > 1 for term in (*terms, result)):
@@ -28,7 +31,7 @@ def einsum(node: fx.Node) -> Pattern | None:
 
 
 def read_equation(equation: str, ndims: list[int]) -> tuple[list[list[str]], list[str]]:
-    """Return the letters of every operand and of the result.
+    """Split an einsum equation into the letters of each operand, and the letters of the result.
 
     Dims of an ellipsis are named `...1`, `...2`, from the right.
 

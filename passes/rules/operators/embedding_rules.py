@@ -1,4 +1,4 @@
-"""Local forms of operators whose table is sharded along its rows: vocabulary, classes, experts.
+"""Local forms of operators with a table that is sharded along its rows: vocabulary, classes, experts.
 
 For a mixture of experts, "row" means a copy of a token for one of the token's experts.
 """
@@ -26,12 +26,12 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
 
 
 def dispatch_axes_of(call: LocalCall) -> str:
-    """Return the flattened axes (`dp_ep`) over which a MoE call dispatches rows to experts, or ""."""
+    """Return the flattened axes (such as `dp_ep`) over which a MoE call dispatches rows to experts, or ""."""
     return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_dispatched)
 
 
 def _sharding_axes(call: LocalCall, factor: str) -> str:
-    """Return the flattened axes over which the experts (or rows of a table) are sharded, or "".
+    """Return the flattened axes over which the experts (or the rows of a table) are sharded, or "".
 
     On some of these axes, rows are dispatched to the rank of their expert. On the other axes, every rank has all rows,
     and its result is zero for rows of experts that it does not have.
@@ -59,9 +59,9 @@ def embedding(call: LocalCall) -> fx.Node | None:
 
 
 def cross_entropy(call: LocalCall) -> fx.Node | None:
-    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019).
+    """Emit vocabulary-parallel cross entropy (Shoeybi et al.
 
-    Return None if classes are not sharded.
+    2019). Return None if classes are not sharded.
 
     It needs three all-reduces of one number per token (maximum, sum of exponentials, logit of the label) and never
     gathers the logits.
@@ -91,7 +91,7 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
-    """Emit the grouped product with the local experts; return None if experts are not sharded.
+    """Emit the grouped product of rows with the local experts. Return None if experts are not sharded.
 
     If rows are not dispatched, the result is zero for rows whose expert is on another rank.
     """
@@ -141,8 +141,8 @@ class _DispatchAxes(NamedTuple):
     """Flattened mesh axes over which experts are sharded, in two groups.
 
     Args:
-        all_to_all: axes over which an all-to-all sends each row to the rank of its expert; "" for none.
-        selected: axes on which every rank has all rows, and selects the rows of its experts; "" for none.
+        all_to_all: axes over which an all-to-all sends each row to the rank of its expert; "" without such an axis.
+        selected: axes on which every rank has all rows and selects the rows of its experts; "" without such an axis.
     """
 
     all_to_all: str
@@ -157,9 +157,9 @@ def _dispatch_axes(call: LocalCall, rows: Layout) -> _DispatchAxes:
 
 
 def _select_rows(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Emit the selection of the rows whose experts this rank has, along the axes `axes.selected`.
+    """Emit the selection of the rows whose experts this rank has, on the axes `axes.selected`.
 
-    An all-to-all over `axes.all_to_all` follows. Returns the selected rows of `x` and their expert indices. A dispatch
+    Returns the selected rows of `x` and their expert indices. An all-to-all over `axes.all_to_all` follows. A dispatch
     and its combine share the node of the expert indices.
 
     Args:
@@ -181,7 +181,7 @@ def _select_rows(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) ->
 
 
 def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
-    """Emit, for each row, the index along `axes` of the rank that has the row's expert."""
+    """Emit, for each row, the rank that has the row's expert, as an index along `axes`."""
     all_axes, num_experts = dispatch_axes_of(call), call.node.args[3]
     if axes == all_axes:
         return _once(call, aten.floor_divide.Scalar, expert, -(-num_experts // call.num_ranks(axes)))
@@ -206,7 +206,7 @@ def _once(call: LocalCall, target: Callable[..., Any], *args: Any) -> fx.Node:
 def _all_to_all(
     call: LocalCall, way: _DispatchAxes, operator: Callable[..., Any], x: fx.Node, expert: fx.Node, times: int
 ) -> fx.Node:  # fmt: skip
-    """Emit the all-to-all that dispatches or combines rows.
+    """Emit the all-to-all that dispatches rows to experts, or returns (combines) them.
 
     Ranks first exchange the numbers of rows. A dispatch and its combine share the node of this exchange.
 
@@ -222,7 +222,7 @@ def _all_to_all(
 
 
 def _experts_of(call: LocalCall, axes: str) -> tuple[fx.Node, int]:
-    """Return the index of a rank's first expert, as a node, and its number of experts.
+    """Return the index of this rank's first expert (as a node), and the number of experts of a rank.
 
     The last ranks may have fewer experts than this number.
     """

@@ -1,4 +1,4 @@
-"""Rules of operators that read or write at indices."""
+"""Rules of operators that read or write a tensor at the positions in an index tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gather(node: fx.Node) -> Pattern | None:
 
 
 def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a function that returns the rule of a call of a scatter operator.
+    """Return a rule of scatter operators: a function that returns the pattern of a call.
 
     The indexed dim cannot be sharded. All other dims can be sharded if they have the same size in the index and the
     tensor.
@@ -52,7 +52,9 @@ def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | 
 def _dims_of_source_and_index(
     source: Sequence[int], index: Sequence[int], dim: int
 ) -> tuple[list[Dim], list[Dim], list[str]]:
-    """Return the dims of the tensor and the index of `gather` or `scatter`, and the unshardable factors.
+    """Return dims of the tensor, dims of the index, and unshardable factors of `gather` or `scatter`.
+
+    Each dim is a tuple of factors (letters of the rule).
 
     Args:
         source, index: shapes of the tensor and of the index.
@@ -96,7 +98,7 @@ def index_write(node: fx.Node) -> Pattern | None:
 def _factors_along(
     node: fx.Node, dims: list[Dim], at: int, index: fx.Node
 ) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
-    """Return the dims and factors of a call, such as `index_select`, that indexes along one dim.
+    """Return the parts of the rule of a call that indexes along one dim, such as `index_select`.
 
     Args:
         dims: dims of the first operand.
@@ -143,7 +145,7 @@ def index_put(node: fx.Node) -> Pattern | None:
 
 
 def _index_factors(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
-    """Return the dims and factors of a call with several index tensors; None if an index is a mask.
+    """Return the parts of the rule of a call with several index tensors; None if an index is a mask.
 
     Returns:
         (dims of the tensor, dims of each index, dims of the result, factors that cannot be sharded, options for

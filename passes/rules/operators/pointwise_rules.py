@@ -14,12 +14,12 @@ from autopart.tracing.autograd.autograd_functions import NAMESPACE
 
 
 def is_tagged_pointwise(node: fx.Node) -> bool:
-    """Return True if tracing has found that a user's autograd.Function is elementwise."""
+    """Return True if the operator is a user's autograd.Function that tracing found to be elementwise."""
     return operator_name(node).startswith(f"{NAMESPACE}::") and torch.Tag.pointwise in node.target.tags
 
 
 def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a function that returns the rule of a call of an elementwise operator.
+    """Return a rule of elementwise operators: a function that returns the pattern of a call.
 
     The function returns None for overloads that reduce (`max(x)`).
 

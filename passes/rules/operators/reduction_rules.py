@@ -25,18 +25,16 @@ def reduction(node: fx.Node) -> Pattern:
 def mean(node: fx.Node) -> Pattern:
     """Return the rule of `mean`: sharding a reduced dim makes the output a partial sum.
 
-    The results of all ranks add up to the global mean (`_local_share`).
+    The results of all ranks add up to the global mean, because `_local_share` divides by the global size.
     """
     return replace(_reduce(node, whole=False), local=_local_share)
 
 
 def _local_share(call: LocalCall) -> fx.Node | None:
-    """Emit this rank's share of a global mean: the shares of all ranks add up to it.
+    """Emit this rank's share of a global mean: the shares of all ranks add up to the mean.
 
-    Return None if nothing is sharded.
-
-    With equal shards, the share is the local mean divided by the number of shards. Otherwise it is the local sum
-    divided by the global number of elements.
+    Return None if nothing is sharded. With equal shards, the share is the local mean divided by the number of shards.
+    Otherwise it is the local sum divided by the global number of elements.
     """
     source, output = shape(call.node.args[0]), shape(call.node)
     sharded = {axis: s for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"}
@@ -93,7 +91,7 @@ def half_spectrum(node: fx.Node) -> Pattern:
 
 
 def along_dim(name: str, linear: bool = False) -> Callable[[fx.Node], Pattern]:
-    """Return a function that returns the rule of a call of an operator such as `softmax`.
+    """Return a rule of operators such as `softmax`, as a function that returns the pattern of a call.
 
     Such an operator works along dims that cannot be sharded, and its output has the shape of the input.
 

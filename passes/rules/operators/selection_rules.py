@@ -42,7 +42,7 @@ def _where(call: LocalCall) -> fx.Node:
 
 @dataclass(frozen=True)
 class SelectionTie:
-    """Relation between a tensor and the boolean mask whose selected indices are read from the tensor.
+    """Relation between a tensor and a boolean mask whose selected elements are read from the tensor.
 
     Args:
         selected: factors of the dim of selected elements.
@@ -56,9 +56,9 @@ class SelectionTie:
 
 
 def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | None:
-    """Match a tensor with the boolean mask from which all its indices are computed.
+    """Relate a tensor that is indexed to the boolean mask from which all its indices are computed.
 
-    Returns None if the indices come from several masks or from none, or if no dim of the tensor equals a dim of the
+    Returns None if the indices come from several masks or from no mask, or if no dim of the tensor equals a dim of the
     mask.
 
     Args:
@@ -85,10 +85,10 @@ def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | 
 
 
 def shifts_indices(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
-    """Return True if sharding input `position` over the batch would make a call use wrong indices.
+    """Return True if a call would use wrong indices when its input `position` is sharded over the batch.
 
-    Indices of selected elements count from the rank's first sample. Operators that index with them (`Pattern.tied`)
-    are written for such indices. For other operators, the function returns True.
+    Indices of selected elements then count from the rank's first sample. Operators that index with them
+    (`Pattern.tied`) expect such indices, so the result is False for them.
     """
     indices = positions_of(source)
     if indices is None or position in pattern.tied or positions_of(node) is not None:

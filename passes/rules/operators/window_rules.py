@@ -23,7 +23,7 @@ def convolution(node: fx.Node) -> Pattern | None:
     to a separate addition.
     """
     (x, weight), y = (shape(n) for n in tensor_inputs(node)[:2]), shape(node)
-    if len(tensor_inputs(node)) > 2:  # a separate add applies the bias, after partial sums are reduced
+    if len(tensor_inputs(node)) > 2:  # a pass moves the bias to a separate add, after the reduction of partial sums
         return None
     transposed = "transpose" in operator_name(node) or bool(argument(node, "transposed"))
     groups, num_space = argument(node, "groups"), len(weight) - 2
