@@ -1,4 +1,4 @@
-"""Executable of one program on one rank: stages with the rank's tensors and process groups."""
+"""`Executable`: a program on one rank, with the rank's tensors, process groups and stages."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Executable:
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """Make the backward of graphs that run in this `with` block reduce the parameters' gradients."""
+        """Prepare graphs for a `with` block, so that their backward reduces the gradients of the parameters."""
         buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
         try:
             for bucket in buckets:
@@ -218,15 +218,15 @@ class Executable:
         loss, *other_outputs = self._chain(microbatch)
         other_outputs = [
             value.detach() for value in other_outputs
-        ]  # before the backward, so that it can free what only these outputs keep
-        comparison.finish_comparison()  # the backward reduces gradients
+        ]  # delete references before the backward, so that it can free memory
+        comparison.finish_comparison()  # the user's backward reduces gradients
         scaled(loss, loss_scale).backward()
         for module in self.modules:
             module.reducer.after_backward()
         return loss.detach(), *other_outputs
 
     def _chain(self, microbatch: int) -> tuple[Any, ...]:
-        """Run one microbatch through all stages, all of which are on this rank."""
+        """Run one microbatch through all stages. Used if this rank has all stages."""
         values: tuple[Any, ...] = ()
         for module in self.modules:
             values = module.run(values, microbatch)
@@ -267,7 +267,7 @@ class Executable:
 
     @contextmanager
     def loaded(self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True) -> Iterator[None]:
-        """Load the stages with the inputs of a call, for a `with` block.
+        """Load the inputs of a call into the stages, for a `with` block.
 
         Args:
             sends: True if graphs communicate in the block. Then the comparison of the ranks' calls is finished before
@@ -342,7 +342,7 @@ def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Return True if a stage graph has an operator that communicates over a mesh axis."""
+    """Return True if a stage graph has an operator that communicates between ranks."""
     return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 

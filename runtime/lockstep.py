@@ -1,4 +1,4 @@
-"""Run all ranks of a program in one process, in lockstep. `verify` uses it.
+"""Run all ranks of a program in one process, in lockstep. `autopart.verify` uses it.
 
 The stage graphs are interpreted node by node. Each value is a list of local tensors, one for each rank of the stage. A
 collective is a function of the local tensors of all ranks of a group, with the same arithmetic as on process groups.
@@ -39,7 +39,7 @@ PerRank = dict[int, Any]
 """A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""
 
 OnValue = Callable[[int, int, fx.Node, PerRank], None]
-"""Called as on_value(stage index, microbatch, node, {rank: value}) after every node."""
+"""Function that is called after every node, as on_value(stage index, microbatch, node, {rank: value})."""
 
 OnNode = Callable[[fx.Node, PerRank], None]
 
@@ -112,7 +112,7 @@ def _prologue_values(
 ) -> tuple[Any, ...]:
     """Run a stage's prologue (its part on the global batch) with an fx interpreter.
 
-    It runs once, so that interpreting takes less time than generating code.
+    It runs only once, so interpreting it takes less time than generating code.
     """
     run = fx.Interpreter(bind(stage.prologue, {}, {}, device, buffers, module_type=LazyGraphModule))
     run.extra_traceback = False
@@ -125,6 +125,8 @@ def _run_tail(
 ) -> dict[int, list[tuple[Any, ...]]]:
     """Merge the values that the last stage sends for all microbatches, and run the tail once on them.
 
+    The tail is the part of a model that needs all microbatches, such as a contrastive loss.
+
     Args:
         sent: {rank: the values that the last stage sends, for each microbatch}.
     """
@@ -135,7 +137,7 @@ def _run_tail(
 
 
 def _rank_arguments(program: Program, stage: Stage, values: Sequence[Any], rank: int) -> list[Arguments]:
-    """Return the keyword arguments of a stage graph on a rank, for each run of the graph.
+    """Return the keyword arguments of a stage graph on a rank: one mapping for each run of the graph.
 
     Args:
         values: the stage inputs that the prologue has computed.
@@ -157,7 +159,7 @@ def _rank_copies(values: Sequence[Any]) -> list[Any]:
 
 
 class _StageRun:
-    """One run of a stage on all ranks that have this stage."""
+    """One run of a stage graph, for all ranks that have this stage."""
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class _StageRun:
         self.last_uses = _last_uses(self.graph)
 
     def _common_mask_structures(self) -> dict[str, MaskStructure]:
-        """Return {mask: structure} of masks with the same structure on all ranks and microbatches."""
+        """Return {mask: structure} for masks whose structure is equal on all ranks and microbatches."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
         mask_structures = [
@@ -341,7 +343,7 @@ class _ConvertList(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         stored, reduce_dtype = ctx.dtypes
-        if torch.is_grad_enabled():  # create_graph=True: differentiable again
+        if torch.is_grad_enabled():  # create_graph=True: the gradient must be differentiable
             args, back = tuple(reversed(ctx.args)), ctx.conversion.transposed
             differentiable = _ConvertList.apply(back, args, ctx.primitives, (reduce_dtype, None), *grads)
             return None, None, None, None, *(grad.to(stored) for grad in differentiable)

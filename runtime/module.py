@@ -71,9 +71,9 @@ Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class ProgramSource(Protocol):
-    """Interface through which a ParallelModule gets its programs. The source traces calls that are new.
+    """Interface through which a ParallelModule gets the program of a call. It traces calls that are new.
 
-    Equal calls get the same Program.
+    Equal calls get the same Program object.
     """
 
     @property
@@ -108,13 +108,10 @@ class ProgramSource(Protocol):
 
     @property
     def changed_values(self) -> str:
-        """Text of Python values that have changed since the program of the last call was traced."""
+        """Text that lists Python values of the model that have changed since the last call was traced."""
 
     def agreed(self) -> Mapping[str, str]:
-        """Return {name: text} of versions, options and the plan, for a comparison between ranks.
-
-        All must be equal.
-        """
+        """{name: text} of versions, options and the plan. Ranks compare the texts, which must be equal."""
 
 
 class ParallelModule(
@@ -184,7 +181,7 @@ class ParallelModule(
         run_uncompiled(kind, ("forward", "step", "flush"))
         self._copies: dict[
             int, Tensor
-        ] = {}  # by the id of the model's buffer, so that a buffer with two names stays one
+        ] = {}  # keys are ids of the model's buffers, so that a buffer with two names stays one tensor
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
         self._begin_steps(check_replicas)
@@ -215,7 +212,7 @@ class ParallelModule(
         self._check_registered()
         self._in_flight.drain()
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
-            self._process.step_scale = None  # unknown, because the user may scale the loss
+            self._process.step_scale = None  # unknown after a forward, because the user may scale the loss
         with self._compared_on_error("forward", args, kwargs):
             program, inputs = self._compiler.program(
                 args, kwargs, purpose="forward", training=self.training, settings=self._modes.settings
@@ -252,13 +249,11 @@ class ParallelModule(
             loss_scale: a number, or a tensor with one entry. The step adds the gradients of `loss_scale` times the
                 loss. The returned loss and earlier gradients in `.grad` are not multiplied. With `precision="fp16"`,
                 `step` also applies `pm.loss_scale`, a separate factor, and divides the gradients by it again. If a
-                gradient is
-                    then not
-                finite, every `.grad` is None.
+                gradient is then not finite, every `.grad` is None.
             num_tokens: number of labels in all batches whose gradients are accumulated, for a loss that is a mean over
                 labels. Loss and gradients are then sums over this batch's labels, divided by this number.
-            outputs: return `(loss, outputs)` on every rank. `outputs` are the model's outputs for the global batch,
-                detached.
+            outputs: True to return `(loss, outputs)` on every rank. `outputs` are the model's outputs for the global
+                batch, detached.
         """
         options = StepOptions.read(
             self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
@@ -323,7 +318,7 @@ class ParallelModule(
         return {name: gathered[stored_name[name]] for name in names if stored_name.get(name) in gathered}
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        self._traced("parameters()")  # an enclosing module finds parameters through this
+        self._traced("parameters()")  # modules that contain this one find parameters through this attribute
         return super().named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -389,7 +384,7 @@ class ParallelModule(
 
     @contextmanager
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Compare this call with the calls of other ranks if this `with` block, which traces the call, fails.
+        """Trace a call in this `with` block. If the trace fails, compare the call with those of other ranks.
 
         With `local_batch`, the trace can succeed on other ranks, whose samples have other shapes. Then all ranks raise
         an error that shows the difference.
@@ -420,7 +415,7 @@ class ParallelModule(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
-        """Return the executable for a call, and the comparison of the call between ranks, which is in flight."""
+        """Return the executable for a call, and the comparison of the call between ranks (already started)."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unreduced.is_open else ""
@@ -501,7 +496,7 @@ class ParallelModule(
             self._local_parameters[name] = parameter
             register_shard(parameter, name, program, self._process, stage_style)
         self._register(model, program.stored_names)
-        if not self._local_parameters:  # so that every rank can create an optimizer
+        if not self._local_parameters:  # an optimizer needs at least one parameter
             placeholder = self._parameters[NO_PARAMETERS] = nn.Parameter(torch.empty(0, device=self._process.device))
             register_placeholder(placeholder, self._process)
         persistent = set(model.state_dict(keep_vars=True))
@@ -523,7 +518,7 @@ class ParallelModule(
     def _reset_executables(self) -> None:
         self._executables: Recent[Executable | StepRunner] = Recent(
             2 * MAX_CALLS
-        )  # a call and a training step per traced call
+        )  # each traced call has two executables: for calls and for training steps
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:

@@ -45,7 +45,7 @@ class OverlappedBatches:
 
     @property
     def is_cold(self) -> bool:
-        """True if the executable of the batch in flight has not finished any batch yet."""
+        """True if the executable of the batch in flight has not finished a batch before."""
         return False
 
     def bind(self, program: Program, make: Callable[..., Executable]) -> StepRunner:
@@ -77,7 +77,7 @@ class OverlappedBatches:
         return nullcontext()
 
     def check_landed(self, what: str) -> None:
-        """Raise UsageError if the gradient of the batch in flight is not in `.grad` yet.
+        """Raise UsageError if the gradient of the batch in flight has not been added to `.grad` yet.
 
         Args:
             what: the call that needs the gradient, for the message.

@@ -1,4 +1,4 @@
-"""Pipeline stages of a rank, run by schedules of `torch.distributed.pipelining`, or forward only."""
+"""Pipeline stages of a rank, run by schedules of `torch.distributed.pipelining`, or only forward."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class _BoundGraph(NamedTuple):
 
 @dataclass
 class _Loaded:
-    """State of a stage during one call.
+    """Inputs and results of a stage during one call.
 
     Attributes:
         arguments: keyword inputs of each microbatch.
-        mask_structures: mask structures of each microbatch.
+        mask_structures: mask structures (such as causal) of each microbatch.
         graphs: for each microbatch, the graph that is specialised to its mask structures.
         prologue_updates: new buffer values that the prologue has computed.
         graph_updates: new buffer values that the graph has computed for each microbatch.
@@ -155,7 +155,7 @@ class StageModule(nn.Module):
         return self.specialized_graphs.get(mask_structures, write)
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Compile a rank's graph, or make its recompute regions checkpointed calls."""
+        """Compile a rank's graph, or wrap each recompute region in one checkpointed call."""
         return compiled(graph) if self.compiled else with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
@@ -189,7 +189,7 @@ class StageModule(nn.Module):
         named = {**dict(zip(self.received_names, received, strict=True)), **self.loaded.arguments[microbatch]}
         bound = self.loaded.graphs[microbatch]
         with nullcontext() if bound.blocks is None else bound.blocks.forward_of_microbatch():
-            outputs = bound.graph.forward(**named)  # without the overhead of nn.Module.__call__
+            outputs = bound.graph.forward(**named)  # call `forward`, to avoid the overhead of nn.Module.__call__
         count = len(self.stage.sends)
         if self.stage.graph_updates:
             self.loaded.graph_updates.append(outputs[count:])
@@ -212,9 +212,7 @@ class StageModule(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """Autograd function: move received values to `device`.
-
-    Backward moves their gradients back, ready to send.
+    """Autograd function: move received values to `device`. Backward moves their gradients back to be sent.
 
     Gradients become dense and contiguous. Values that the stage does not use get zeros.
     """
@@ -324,9 +322,9 @@ class Pipeline:
     def forward(self) -> list[tuple[Tensor, ...]]:
         """Run the forward of all microbatches. Return the last stage's outputs for each microbatch.
 
-        Ranks without the last stage return []. Each rank runs all microbatches of its first stage, then all of its
-        next stage. With two ranks and several stages per rank, each rank both sends to and receives from the other.
-        Then a rank receives everything before it sends, so that the ranks do not wait for each other.
+        Ranks without the last stage return []. Each rank runs all microbatches of its first stage, then all of its next
+        stage. With two ranks and several stages per rank, each rank sends to the other rank and receives from it. Then
+        a rank receives everything before it sends, so that the ranks do not wait for each other.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1
@@ -387,7 +385,7 @@ def _num_uses(node: fx.Node) -> int:
 
 
 def _empty_dw_builder() -> Callable[..., None]:
-    """Return a function that does nothing. PipelineStage calls it instead of a weight backward.
+    """Return a function that does nothing, which PipelineStage calls as the weight backward.
 
     The stage's input backward has already computed the weight gradients.
     """

@@ -1,4 +1,4 @@
-"""Run of the tail: operators that mix samples run once, between the forwards and backwards.
+"""Run of the tail: the operators that combine samples of all microbatches, such as a contrastive loss.
 
 The last pipeline stage runs its forward for each microbatch, and keeps the values that the tail uses. After the last
 forward, the values of all microbatches are merged, and the tail runs forward and backward on them. Each microbatch's
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TailRun:
-    """Tail of a program on one rank, and the values that it receives in the current step."""
+    """The tail of a program on one rank, with the values that it receives in the current step."""
 
     def __init__(self, module: StageModule):
         self.module, self.program = module, module.program
@@ -44,7 +44,7 @@ class TailRun:
         start = _StartBackward.apply(self, len(self.received), *values)
         self.received.append(tuple(value.detach() for value in values))
         need_grad = [value.requires_grad for value in values]
-        del values  # so that merging frees them
+        del values  # drop references, so that merging frees the values
         if len(self.received) == self.program.microbatches:
             self._forward_and_backward(need_grad)
         return start
@@ -60,7 +60,10 @@ class TailRun:
         self.gradients = [value.grad for value in inputs]
 
     def gradients_of(self, microbatch: int) -> list[Tensor | None]:
-        """Return the gradients of a microbatch's values. After the last microbatch, release all gradients."""
+        """Return the gradients of the values that a microbatch sent.
+
+        After the last one, release all gradients.
+        """
         gradients = split_for_stage(self.program, self.gradients, microbatch)
         if microbatch == self.program.microbatches - 1:
             self.gradients = []
@@ -68,7 +71,7 @@ class TailRun:
 
 
 class _StartBackward(torch.autograd.Function):
-    """Autograd function: return a zero whose backward has the gradients that the tail has computed."""
+    """Autograd function: return zero. Its backward passes on the gradients that the tail has computed."""
 
     @staticmethod
     def forward(ctx: Any, tail: TailRun, microbatch: int, *values: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Split the inputs of a call into the samples of each rank, merge the outputs, and update buffers."""
+"""Inputs and outputs of a call: split the batch over ranks, merge outputs, update buffers."""

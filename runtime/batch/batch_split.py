@@ -31,7 +31,7 @@ def stage_arguments(
     program: Program, inputs: Sequence[StageInput], values: Sequence[Any], coordinates: Mapping[str, int],
     num_runs: int,
 ) -> list[Arguments]:  # fmt: skip
-    """Return the keyword arguments of one stage graph on one rank: one mapping per run of the graph.
+    """Return the keyword arguments of one stage graph on one rank: one mapping for each run of the graph.
 
     A value with a batch dim is split into contiguous blocks of samples, first over ranks, then over microbatches.
 
@@ -80,7 +80,9 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
 
 
 def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Merge the values that the last pipeline stage sends to the tail, on one rank.
+    """Merge the microbatches of the values that the last pipeline stage sends to the tail, on one rank.
+
+    The tail is the part of a model that runs once for all microbatches, such as a contrastive loss.
 
     Args:
         sent: for each microbatch, the values that the stage sends.
@@ -90,10 +92,10 @@ def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[T
 
 
 def split_for_stage(program: Program, gradients: Sequence[Tensor | None], microbatch: int) -> list[Tensor | None]:
-    """Return one microbatch's gradients of the values that the last pipeline stage sends to the tail.
+    """Return the gradients that one microbatch of the last pipeline stage gets from the tail.
 
     Args:
-        gradients: gradients of the merged values.
+        gradients: gradients of the merged values that the tail received.
     """
     return [
         None if gradient is None else _gradient_of(gradient, placement, program.microbatches, microbatch)
@@ -104,14 +106,14 @@ def split_for_stage(program: Program, gradients: Sequence[Tensor | None], microb
 def _gradient_of(gradient: Tensor, placement: Placement, num_microbatches: int, microbatch: int) -> Tensor | None:
     if placement.is_shard:
         return _block(gradient, placement.dim, placement.sections, num_microbatches, microbatch)
-    # The merged value is the sum over all microbatches, or the value of the first one.
+    # The merged value is a sum over microbatches (each gets the full gradient), or the first one's value.
     return gradient if placement == P or microbatch == 0 else None
 
 
 def _tail_placements(program: Program) -> list[Placement]:
-    """Return the placements on `MICROBATCH_AXIS` of the values that the tail receives.
+    """Return how to merge the microbatches of each value that the tail receives, as placements.
 
-    Sections are those of this rank's samples.
+    They are placements on `MICROBATCH_AXIS`. Their sections are those of this rank's samples.
     """
     last, ranks = program.stages[program.num_stages - 1], program.data_parallel_size
     placements = [boundary.layout.get(MICROBATCH_AXIS, R) for boundary in last.sends]
@@ -124,7 +126,7 @@ def _tail_placements(program: Program) -> list[Placement]:
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
-    """Merge one output of all microbatches: concatenate shards, add partial sums, or take one."""
+    """Merge one output of all microbatches: concatenate shards, add partial sums, or take the first."""
     return _merge(values, layout.get(MICROBATCH_AXIS, R), program.data_parallel_size)
 
 
@@ -140,7 +142,7 @@ def merged_shapes(program: Program) -> list[tuple[int, ...]]:
 
 
 def _microbatch_placements(program: Program) -> list[Placement]:
-    """Return how to merge the microbatches of each output: S (concatenate), P (add), R (take one)."""
+    """Return how to merge the microbatches of each output: S (concatenate), P (add), R (take the first)."""
     layouts = {output.position: output.layout for output in program.outputs}
     return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
 

@@ -28,8 +28,8 @@ def buffer_updates_of(
     """Return {buffer: new value} for the buffers that a stage updates.
 
     Args:
-        prologue: new values that the stage's prologue has computed from the global batch.
-        graph: for each microbatch, new values that the stage's graph has computed.
+        prologue: new values from the stage's prologue, the graph that runs on the global batch.
+        graph: for each microbatch, new values from the stage's graph.
     """
     new = {update.name: value for update, value in zip(stage.prologue_updates, prologue, strict=True)}
     columns = zip(*graph, strict=True) if graph else ()

@@ -24,10 +24,10 @@ from autopart.runtime.comm.process_mesh import Process
 
 
 def globally_used_inputs(program: Program) -> frozenset[str]:
-    """Return the inputs to all-gather, because every rank needs the samples of all ranks.
+    """Return the names of the inputs of which every rank needs the samples of all ranks.
 
     A prologue computes masks or positions from such an input. Token ids that select embedding rows to renormalise
-    (`max_norm`) are included. Prologues return all other inputs unchanged.
+    (`max_norm`) are included. Prologues return all other inputs unchanged, so these inputs need no all-gather.
     """
     tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
     used = {program.input_names[position] for table in tables for position in table.reads}
@@ -43,7 +43,7 @@ def globally_used_inputs(program: Program) -> frozenset[str]:
 
 
 class LocalBatch:
-    """Gathers the samples of all data ranks in each call of one program."""
+    """Gathering of samples for one program with `local_batch=True`."""
 
     def __init__(self, program: Program, process: Process):
         assert program.row_inputs is None or not program.copied, "rows of equal number divide over the ranks"
@@ -59,7 +59,10 @@ class LocalBatch:
         return bool(self.gathered_inputs)
 
     def gather_batch(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the inputs with gathered samples. Inputs that stay local become `LocalSamples`."""
+        """Return the inputs of a call, all-gathered over the data ranks.
+
+        Inputs that stay local become `LocalSamples`.
+        """
         named = dict(zip(self.program.input_names, inputs, strict=True))
         names = [name for name in named if name in self.gathered_inputs]
         gathered = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
@@ -67,7 +70,7 @@ class LocalBatch:
         return [gathered.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
     def as_loss_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of a differentiable call, for a loss that each rank computes from its samples.
+        """Adapt the outputs of a differentiable call to losses that each rank computes from its own samples.
 
         The backward of the returned outputs sums the gradients of replicated outputs over the data ranks.
         """
@@ -99,7 +102,7 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
     """
     packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
     rows, gathered = 1, packed
-    for axis in reversed(axes):  # innermost first: its ranks are adjacent
+    for axis in reversed(axes):  # innermost axis first, because its ranks are adjacent
         size = process.mesh.size(axis)
         cut = DimSharding(0, gathered.numel() * size, (), size)
         gathered = PRIMITIVES["all_gather"](gathered, process.groups[axis].group_name, cut)
@@ -112,7 +115,7 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
 
 
 class _GlobalValue(Function):
-    """Autograd function: return the gathered tensor of a local input.
+    """Autograd function: return the all-gathered tensor `whole` in place of the local input.
 
     Backward returns the gradient of the local samples.
     """

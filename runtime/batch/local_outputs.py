@@ -1,4 +1,4 @@
-"""Outputs if every rank passes its own samples (`local_batch=True`), and gradients of losses.
+"""Outputs of calls with `local_batch=True`, for losses that users compute from them.
 
 There are three kinds of outputs:
 
@@ -40,7 +40,7 @@ def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind
 def as_loss_terms(
     outputs: Sequence[Tensor], kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup]
 ) -> list[Tensor]:
-    """Return the outputs, for a loss that each rank computes from its samples.
+    """Adapt outputs to losses that each rank computes from its own samples.
 
     The backward of the returned outputs sums the gradients of replicated outputs over the ranks in `groups`.
     """

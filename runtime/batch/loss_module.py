@@ -1,4 +1,4 @@
-"""Parameters and buffers of a loss module (`loss_fn`). The program of a step uses them as buffers."""
+"""Parameters and buffers of a loss module (`loss_fn`), which the program of a step uses as buffers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from autopart.tracing.with_loss import criterion_tensors, loss_name
 
 SMALL = 2**16
-"""Elements up to which the values of a host tensor are compared. Larger ones are copied if their version changed."""
+"""Maximum number of elements of a CPU tensor whose values are compared to detect a change.
+
+A larger tensor counts as changed if its version counter has changed.
+"""
 
 
 def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
     """Return {name in the program: tensor} of a loss module's parameters and buffers.
 
-    {} if `loss_fn` is no module.
+    The dict is empty if `loss_fn` is not a module.
     """
     name = loss_name(model)
     return {f"{name}.{inside}": tensor.detach() for inside, tensor in criterion_tensors(loss_fn, model).items()}
@@ -32,7 +35,7 @@ class Criterion:
         self._marks = {name: _mark(tensor) for name, tensor in given.items()}
 
     def follow(self, given: Mapping[str, Tensor], before_change: Callable[[], Any]) -> None:
-        """Copy the tensors of the loss module that have changed since the last call.
+        """Copy those tensors of the loss module that have changed since the last call to this rank's device.
 
         `before_change` is called before the first copy, because a step in flight can still use the old values.
         """

@@ -23,7 +23,7 @@ def plan_checkpoints_with(
     absent: Callable[[Mapping[str, Any], Collection[str]], Collection[str]],
     before_saving: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Patch torch's default planner, so that it loads shards from full saved tensors.
+    """Patch the default planner of DCP, so that it loads shards from full saved tensors.
 
     Args:
         kind: class of the shards.

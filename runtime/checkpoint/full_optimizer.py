@@ -30,11 +30,14 @@ FullState = dict[str, Any]
 
 @dataclass(frozen=True)
 class ShardedMarker:
-    """Placeholder for a sharded tensor when pipeline stages exchange their optimizer state."""
+    """Placeholder that replaces a sharded tensor when pipeline stages exchange their optimizer state."""
 
 
 def canonical_names(program: Program, model: nn.Module) -> dict[str, str]:
-    """Map each name of a (possibly tied) parameter to its first name in `named_parameters()`."""
+    """Return {name of a parameter: its first name in `named_parameters()`}.
+
+    A tied parameter has several names.
+    """
     first: dict[str, str] = {}
     stored_names = program.stored_names
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in stored_names]
@@ -105,10 +108,11 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
 
 
 def _group_dict(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
-    """Return an optimizer group in state-dict form.
+    """Return an optimizer group as state dicts have it.
 
     Args:
-        order: {parameter name: index in the model}, to sort a group that was merged from several stages.
+        order: {parameter name: index in the model}, by which the names of a group that was merged from several stages
+            are sorted.
     """
     rows = list(zip(group.names, group.user_names or group.names, strict=True))
     if order is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _OWNERS: Any = WeakIdKeyDictionary()
-"""{tensor: name of the parameter whose state it is}."""
+"""{tensor of optimizer state: name of its parameter}."""
 _ABSENT: Any = WeakIdKeyDictionary()
 """{tensor: True} for state tensors that are absent from the checkpoint that was loaded last."""
 _STATE = "state"
@@ -32,8 +32,8 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
     Args:
         state_dict: the flat state dict to load.
-        saved: the keys of the checkpoint. If it has no optimizer state at all, the result is empty, and torch reports
-            the error.
+        saved: the keys of the checkpoint. If the checkpoint has no optimizer state at all, the result is empty, and
+            torch reports the error.
     """
     by_head: dict[tuple[str, str], dict[str, Any]] = {}
     for key, value in state_dict.items():
@@ -52,7 +52,7 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
 
 def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Return two prefixes of an optimizer state key: the optimizer's and the parameter's.
+    """Return the optimizer's prefix and the parameter's prefix of an optimizer state key.
 
     For example, `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
     """
@@ -65,7 +65,7 @@ def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
 
 
 def without_absent(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of an optimizer's state dict whose state was in the checkpoint."""
+    """Return an optimizer's state without the tensors that the loaded checkpoint lacked."""
     return {index: values for index, values in state.items() if not _is_absent(values)}
 
 

@@ -31,7 +31,7 @@ class ParameterGroup:
 
 
 def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> ParameterGroup:
-    """Describe a parameter group of an optimizer on this rank.
+    """Return names and options of a parameter group of an optimizer on this rank.
 
     Raises CheckpointError for a parameter that belongs to another module.
     """
@@ -73,7 +73,7 @@ def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[Parameter
 def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
     """Merge groups of all stages by index.
 
-    If stages have different numbers of groups, merge groups with equal options.
+    If stages have different numbers of groups, groups with equal options are merged.
     """
     if len({len(groups) for groups in stages}) == 1 or any(
         _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]

@@ -36,7 +36,7 @@ from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
 
 _HOOKED: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose state dicts have shard offsets."""
+"""Optimizers whose state dicts are hooked to contain shard offsets."""
 
 
 def connect_state_dicts() -> None:
@@ -59,7 +59,7 @@ def _add_hooks(optimizer: Optimizer) -> None:
 
 @on_local_values
 def _add_shard_offsets(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook of `state_dict()`: replace tensors that are not equal on all ranks by `ShardTensor`."""
+    """Hook of `state_dict()`: replace tensors that differ between ranks by `ShardTensor`."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
@@ -77,7 +77,7 @@ def _converted(
     parameters: Mapping[Any, nn.Parameter],
     convert: Callable[[str, Any, Tensor, ShardInfo], Any],
 ) -> dict[Any, Any]:
-    """Return optimizer state with `convert` applied to each value of a partitioned model's parameter.
+    """Apply `convert` to each state value of the partitioned model's parameters. Return the new state.
 
     Args:
         parameters: {key in `state`: parameter}.
@@ -134,7 +134,7 @@ def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
 
 def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group with only this rank's parameter names, in the optimizer's order.
+    """Return a saved parameter group, reduced to this rank's parameter names, in the optimizer's order.
 
     If the group has parameter indices instead of names, the indices are kept. Raises CheckpointError for a group
     without options, because then the checkpoint has no group with these parameters.
@@ -163,17 +163,20 @@ def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) 
         return value
     place = offsets_in_file(value)
     if place is not None and value.shape != parameter.shape:
-        return to_plain(value)  # with unknown offsets, or replicated
+        return to_plain(value)  # its offsets are unknown, or it is replicated
     if value.numel() == 1 and math.prod(shard_info.stored.shape) != 1:
         return value
     if shard_offsets_of(shard_info).is_full and value.shape != parameter.shape:
-        return value  # a state shape of the optimizer, replicated
+        return value  # the optimizer chose another shape than the parameter's: replicated
     shard = checked_shard_of(f"{shard_info.name} ({key})", value, parameter, shard_info)
     return shard if shard is value or isinstance(value, ShardTensor) else shard.clone()
 
 
 class _Exchange:
-    """Parameter names in the optimizer groups of all stages. Ranks exchange them at the first use."""
+    """Names of the parameters in each optimizer group, for all stages.
+
+    Ranks exchange them at the first use.
+    """
 
     def __init__(self, optimizer: Optimizer, process: Process):
         self._own = [group_of(group) for group in optimizer.param_groups]

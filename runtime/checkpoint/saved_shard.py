@@ -34,7 +34,7 @@ KEEPING_PLACE = frozenset(
      "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_empty_strided",
      "add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv", "where"]
 )  # fmt: skip
-"""Operators whose result has the shard's offsets if it has the shard's shape: copies and elementwise operators."""
+"""Copies and elementwise operators: a result with the shard's shape also has the shard's offsets."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ PLACE = "autopart_place"
 
 
 def shard_offsets_of(shard_info: ShardInfo, *, only_by_name: bool = False) -> ShardOffsets:
-    """Return the shard offsets of a local parameter.
+    """Return the offsets of this rank's shard of a parameter.
 
     Args:
         only_by_name: set `keys`, so that the tensor can only be saved under a key with the parameter's name.
@@ -150,7 +150,7 @@ class ShardTensor(Tensor):
         if not isinstance(result, Tensor):
             return result
         for shard in shards:
-            if result is shard._local:  # written in place
+            if result is shard._local:  # an in-place write returns the ShardTensor itself
                 return shard
         places = {shard.place for shard in shards}
         keeps = operator_name(func) in KEEPING_PLACE and result.shape == shards[0].shape and len(places) == 1
@@ -247,7 +247,7 @@ def reject_plain_shards(key: str, value: Any) -> None:
 
 
 def reject_unloaded_shards(state_dict: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `broadcast_from_rank0` has left a shard in the state dict."""
+    """Raise CheckpointError if the state dict has a shard that `broadcast_from_rank0` did not load."""
     for key, value in state_dict.items():
         if isinstance(value, ShardTensor):
             raise CheckpointError(

@@ -23,7 +23,10 @@ from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.shards.shard_owners import ShardInfo, shard_info_of
 
 NO_PARAMETERS = "no_parameters_here"
-"""Name of the empty parameter on ranks whose stages use none, so that optimizers work. No state dict has it."""
+"""Name of the empty parameter of a rank whose stages use no parameter: optimizers need at least one.
+
+State dicts do not contain it.
+"""
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def with_offsets(value: Tensor, shard_info: ShardInfo) -> Tensor:
 
 
 _HOMES: Any = WeakIdKeyDictionary()
-"""{shard of a state dict: its shard info}. Copies have none."""
+"""{shard of a state dict: its shard info (name, shape and layout)}. Copies of a shard are not in it."""
 
 
 def as_shard(value: Tensor, place: ShardOffsets, shard_info: ShardInfo) -> ShardTensor:
@@ -99,7 +102,7 @@ def shapes_of(program: Program, model: nn.Module) -> dict[str, tuple[int, ...] |
 
 
 class Loading:
-    """One `load_state_dict` call: shards full tensors for this rank, and records errors.
+    """One `load_state_dict` call: takes this rank's shards of the tensors, and records errors.
 
     Args:
         shapes: {name: shape} of the full model (`shapes_of`).

@@ -23,7 +23,7 @@ Wait = Callable[[], Tensor]
 def begin_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Wait:
     """Start an all-gather of `shard` from all ranks into `gathered`. Return a function that waits for it.
 
-    The function raises HangError if a rank does not arrive.
+    The returned function raises HangError if a rank does not arrive.
     """
     if not _uses_gloo(group, shard):
         return _begin(gather_collective(), gathered, shard, group)
@@ -34,9 +34,10 @@ def begin_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) 
 
 
 def begin_reduce_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Start a reduce-scatter of a vector, split into one equal chunk per rank.
+    """Start a reduce-scatter of a vector that is split into one equal chunk per rank.
 
-    Returns a function that waits for this rank's chunk and returns it. It raises HangError if a rank does not arrive.
+    Returns a function that waits for this rank's chunk and returns it. That function raises HangError if a rank does
+    not arrive.
     """
     if not _uses_gloo(group, flat):
         return _begin(scatter_collective(), flat.new_empty(flat.numel() // group.size()), flat, group)
@@ -95,7 +96,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
     finish = _exchange(rows, received, group)
 
     def wait() -> Tensor:
-        """Wait for all chunks, and return their sum. Chunks are added in rank order, into a receive buffer."""
+        """Wait for the chunks of all ranks. Return their sum, added in rank order into a receive buffer."""
         finish()
         first, second, *others = received
         total = second.add_(first) if rank == 0 else first.add_(second)
@@ -107,7 +108,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def _exchange(rows: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Start to send `rows[i]` to rank i and to receive `received[i]` from rank i, for all other ranks.
+    """Start to send `rows[i]` to rank i, and to receive `received[i]` from rank i, for all other ranks i.
 
     Returns a function that waits for all sends and receives.
     """

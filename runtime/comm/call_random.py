@@ -26,7 +26,7 @@ from autopart.tracing.dynamic.host_functions import exchange
 
 
 class HostResults:
-    """Results of the host functions of one call, in the order of the model.
+    """Results of a call's host functions (Python functions that use numpy), in the order of the model.
 
     Each function runs once on this rank, in the first prologue. Other prologues of the rank get its results.
 
@@ -39,7 +39,10 @@ class HostResults:
         self.position = 0
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return the first rank's results of the next host function. `run`: runs it on this rank."""
+        """Return the results of the next host function, as the first rank computed them.
+
+        `run`: runs the function on this rank.
+        """
         if self.position == len(self.results):
             results = run()
             if self.process is not None:
@@ -51,9 +54,9 @@ class HostResults:
 
 
 def has_host_functions(program: Program) -> bool:
-    """Return True if the program calls numpy or Python functions that can draw random numbers.
+    """Return True if the program has host functions: numpy or Python code that can draw random numbers.
 
-    Such host functions depend on no activation. Each call of the model runs them on the global batch, before the
+    Host functions depend on no activation. Each call of the model runs them on the global batch, before the
     microbatches run.
     """
     return any(map(is_host_draw, program.drawn))
@@ -65,7 +68,8 @@ def one_stream(
 ) -> Iterator[Callable[[], None]]:
     """Make the prologues of all stages draw equal random numbers, in a `with` block.
 
-    Yields a function that resets the random state. It must be called before each prologue.
+    A prologue is the part of a stage that runs on the global batch. Yields a function that resets the random state. It
+    must be called before each prologue.
 
     Args:
         process: this rank, which receives the first rank's results of host functions. None: all ranks in one process.
@@ -121,7 +125,7 @@ def set_state(state: Tensor, device: torch.device) -> None:
 
 
 def check_same_state(program: Program, process: Process) -> None:
-    """Raise RuntimeSetupError on every rank if the generators that a program uses differ between ranks."""
+    """Raise RuntimeSetupError on every rank if a generator that the program uses differs between ranks."""
     digest = hashlib.blake2b(digest_size=7)
     for on in drawn_on(program, process.device):
         digest.update(get_state(on).numpy().tobytes())

@@ -33,10 +33,10 @@ Primitive = Callable[..., Any]
 
 
 def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[DimSharding, ...]:
-    """Return the splits (DimSharding) of the dims over which a collective operator shards or gathers `x`.
+    """Return how a collective operator splits dims of `x` over ranks, as a tuple of `DimSharding`.
 
-    An all-to-all has two splits: of the source dim, whose shards must have equal size, and of the target dim. Other
-    operators have one split or none.
+    An all-to-all has two splits: of the source dim, whose shards must have equal size, and of the target dim. All other
+    operators have at most one split.
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
@@ -50,7 +50,7 @@ def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[A
 
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
-"""Dtypes to which a conversion casts a value, and its gradient, before communication; None: their own dtypes."""
+"""Dtypes to which a conversion casts a value, and its gradient, before communication. None: no cast."""
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -70,10 +70,10 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        if grad is None:  # an output that no loss reads: no zeros, so that parameters before it have no gradient
+        if grad is None:  # no loss uses this output: return None, not zeros, so that earlier parameters get no gradient
             return None, None, None, None, None
         stored, summed = ctx.dtypes
-        if torch.is_grad_enabled():  # create_graph=True: differentiable once more
+        if torch.is_grad_enabled():  # create_graph=True: the gradient must be differentiable
             told, back = tuple(reversed(ctx.told)), ctx.conversion.transposed
             return _Convert.apply(grad, back, ctx.group_name, told, (summed, None)).to(stored), None, None, None, None
         primitive = PRIMITIVES[ctx.conversion.backward]

@@ -1,4 +1,4 @@
-"""Collectives of all ranks in one process: functions of a list of local tensors, in rank order.
+"""Collectives for all ranks in one process: functions of a list of local tensors, in rank order.
 
 They compute the same results as `collectives.PRIMITIVES`, without process groups. `runtime/lockstep.py` uses them.
 """
@@ -88,4 +88,4 @@ LIST_PRIMITIVES: Primitives = {
 LIST_OPERATORS: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "all_reduce_max": _all_reduce_max, "exchange_counts": _exchange_counts, "ring_attention": ring_attention_of_lists
 }  # fmt: skip
-"""The operators that are no conversions, as functions of the list of a group's values and their other arguments."""
+"""{operator: function of the list of a group's values and other arguments}, except layout conversions."""

@@ -14,7 +14,7 @@ _TABLE = threading.Lock()
 
 
 class Caller(NamedTuple):
-    """The thread inside a call of a partitioned model, the called method, and the call depth."""
+    """State of a partitioned model's current call: its thread, the called method, and the call depth."""
 
     thread: int
     method: str

@@ -1,4 +1,4 @@
-"""The mesh position of this process: coordinates, device, and one process group per axis."""
+"""Position of this process in the mesh: coordinates, device, and one process group per axis."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Process:
     groups: Mapping[str, dist.ProcessGroup]
     device_mesh: DeviceMesh | None = None
     owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    connected: set[tuple[int, ...]] = field(default_factory=set)  # also the owner groups of other ranks
+    connected: set[tuple[int, ...]] = field(default_factory=set)  # {owners}: includes groups without this rank
     side_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    joined_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # along several axes as one
+    joined_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # {flattened axes: group}
     host_group: dist.ProcessGroup | None = None  # all ranks, by gloo on the host
-    watch: Watch | None = None  # None: there is one rank
-    serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
-    step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
-    apart: tuple[str, ...] = ()  # the axes on whose ranks copies of parameters are meant to differ (`dp_sync`)
-    caller: Caller | None = None  # who is inside of a call; copies of a module share it
+    watch: Watch | None = None  # None if the mesh has one rank
+    serial: int = field(default_factory=itertools.count().__next__)  # counts processes in order of creation
+    step_scale: float | None = None  # `loss_scale` of the last `step`; None after a forward
+    apart: tuple[str, ...] = ()  # axes over which replicas may differ (`dp_sync`)
+    caller: Caller | None = None  # the current call; copies of a module share it
     unreduced: set[object] = field(
         default_factory=set
-    )  # holds gradients that are not reduced yet (`gradients/no_sync.py`)
+    )  # not empty if gradients are not reduced yet (`gradients/no_sync.py`)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ class Process:
     def connect_owners(self, owners: tuple[int, ...]) -> None:
         """Create the process group of the ranks that store the same tied tensors.
 
-        Every rank must make this call, even a rank outside of the group.
+        Every rank must make this call, even a rank that is not in the group.
 
         Args:
             owners: `pp` coordinates that store the tensors.
@@ -236,7 +236,7 @@ def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Ten
 
 
 def of_all_stages(mine: T, process: Process) -> list[T]:
-    """All-gather an object over the ranks along `pp`. Return the objects in order of `pp` coordinates."""
+    """All-gather an object over the ranks along `pp`. Return the objects in stage order (`pp` coordinate)."""
     if "pp" not in process.groups:
         return [mine]
     everyones = [mine] * process.mesh.size("pp")
@@ -273,9 +273,9 @@ def _own_group(
 ) -> dist.ProcessGroup:  # fmt: skip
     """Create process groups of ranks, and return the group that contains this process.
 
-    If the lists cover all processes, every process creates all groups. Otherwise only members create a group, and
-    torch names the group by the number of groups that the process has created. Members would count differently, and
-    wait for each other forever, if some of them had created groups for tied tensors before.
+    If the lists cover all processes, every process creates all groups. Otherwise each process creates only its own
+    group. Torch then names the group by the number of groups that the process has created. If the members of a group
+    have created different numbers of groups before, they use different names and wait for each other forever.
 
     Args:
         rank_lists: the ranks of each group. They do not overlap.
@@ -319,10 +319,10 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
         return torch.device(kind)
     if model_device.type == "cuda":
         index = torch.cuda.current_device() if model_device.index is None else model_device.index
-        if index == 0 and _one_gpu_each():  # `.to("cuda")` on every rank, without `torch.cuda.set_device`
+        if index == 0 and _one_gpu_each():  # `.to("cuda")` on every rank without `set_device`
             index = _local_rank()
     else:
-        index = torch.cuda.current_device() or _local_rank() % torch.cuda.device_count()  # chosen by hand, else by rank
+        index = torch.cuda.current_device() or _local_rank() % torch.cuda.device_count()  # set by the user, or by rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -339,7 +339,7 @@ def _uses_gpus(model_device: torch.device) -> bool:
 
 
 def _one_gpu_each() -> bool:
-    """Return True if this machine has a GPU for each of its ranks.
+    """Return True if this machine has at least as many GPUs as ranks.
 
     If torchrun has not set the number of local ranks, all ranks are assumed to be on this machine.
     """

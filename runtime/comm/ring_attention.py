@@ -28,7 +28,7 @@ _NOT_TWICE = (
 
 
 class _Rotation:
-    """Asynchronous step of the ring: send tensors to the next rank, receive from the previous rank."""
+    """One step of the ring, asynchronous: send tensors to the next rank, receive from the previous rank."""
 
     def __init__(self, group: dist.ProcessGroup, sent: Sequence[Tensor], length: int):
         self.group, self.device = group, sent[0].device
@@ -38,7 +38,7 @@ class _Rotation:
         after, before = ((group.rank() + step) % group.size() for step in (1, -1))
         sends = [dist.P2POp(dist.isend, x, group=group, group_peer=after) for x in self.sent]
         gets = [dist.P2POp(dist.irecv, x, group=group, group_peer=before) for x in self.received]
-        # Of two ranks that both send first, neither would be received from over blocking links.
+        # Even and odd ranks differ in order: over blocking links, two ranks that both send first would deadlock.
         order = [*sends, *gets] if group.rank() % 2 == 0 else [*gets, *sends]
         with watching(group.group_name):
             self.works = dist.batch_isend_irecv(order)
@@ -68,7 +68,7 @@ def _ring_steps(
 
 
 class Ring(torch.autograd.Function):
-    """Autograd function: ring attention of this rank's queries, over the ranks of a process group."""
+    """Autograd function: ring attention of this rank's queries to the keys of all ranks of a group."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ class Ring(torch.autograd.Function):
 
 
 class RingOfLists(torch.autograd.Function):
-    """Autograd function: ring attention of all ranks in one process, one rank after the other."""
+    """Autograd function: ring attention for all ranks in one process, computed one rank after the other."""
 
     @staticmethod
     def forward(
@@ -140,7 +140,7 @@ def ring_attention(
     query: Tensor, axis: str, key: Tensor, value: Tensor, mask: Tensor | None, size: int, sections: Sequence[int],
     scale: float | None = None, runs: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """Compute `torch.ops.autopart.ring_attention` on this rank."""
+    """Compute ring attention on this rank: the implementation of `torch.ops.autopart.ring_attention`."""
     cut = DimSharding(2, size, tuple(sections), resolve_group(axis).size())
     return Ring.apply(query, key, value, mask, axis, cut, scale, runs_of(runs))
 

@@ -1,4 +1,4 @@
-"""Text that tells where a rank is, derived from its stack: `at all_reduce_12`, or `at train.py:40`."""
+"""Text that tells what a rank is doing, from its stack: `at all_reduce_12`, or `at train.py:40`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ PLACES = {
     "gather": "at the gathering of parameters",
     "program": "while the model is traced",
 }
-"""{function, or class and method if several classes have the method: description of the point in a program}."""
+"""{function name: what a rank that runs it is doing}, for messages of the watchdog.
+
+The key is `Class.method` if several classes have the method.
+"""
 
 GRAPH_CODE = "<eval_with_key>"  # torch.fx's file name of generated code
-_OURS = tuple(str(folder.resolve()) for folder in Path(__file__).parents[1:3])  # runtime, which may be linked, and all
+_OURS = tuple(str(folder.resolve()) for folder in Path(__file__).parents[1:3])  # runtime (perhaps a symlink), package
 _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
 
 
@@ -53,7 +56,7 @@ def place_in_traceback(error: BaseException) -> str:
 
 
 Line = tuple[str, int, dict[str, Any]]
-"""A line of a graph's code: its file and number, and the globals by which Python finds the text."""
+"""A line of a graph's generated code: file, line number, and the globals that have its text."""
 
 
 def line_of_graph() -> Line | None:
@@ -72,10 +75,7 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """Describe the innermost frame that runs a stage graph or autopart's code.
-
-    "" if there is no such frame.
-    """
+    """Describe the innermost frame that runs a stage graph or autopart's code; "" without such a frame."""
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):

@@ -1,4 +1,4 @@
-"""Assignment of pipeline stages to ranks, in a loop or in a V as the schedule requires."""
+"""Assignment of pipeline stages to ranks: "loop" or "V", as the schedule requires."""
 
 from __future__ import annotations
 

@@ -29,19 +29,22 @@ from autopart.runtime.comm.one_caller import one_caller
 from autopart.runtime.comm.stack_traces import place_in_stack, place_in_traceback
 
 FIRST = 10
-"""Factor of the time limit `timeout=` while a module is created, and in the first call of a program."""
+"""Factor on the time limit `timeout=` while a module is created, and in the first call of a program."""
 
 PATIENCE = timedelta(days=7)
-"""Time limit of the host group's collectives themselves. The watchdog waits for them in shorter steps."""
+"""Time limit that the collectives of the CPU process group get from torch.
+
+It is long, because the watchdog itself waits for them in short steps.
+"""
 
 BEAT_S = 1.0
-RANKS_PER_BEAT = 200  # of a larger mesh every process looks less often
+RANKS_PER_BEAT = 200  # on a larger mesh, processes look less often
 BEATS_TO_ANSWER = 3
-SHOWN = 16  # ranks, in an error
+SHOWN = 16  # maximum number of ranks in an error
 
 LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connection reset", "Broken pipe",
         "timeout caused pair closure", "connectFullMesh failed", "Read error", "Write error")  # fmt: skip
-"""Parts of gloo's error messages if a rank does not arrive or has ended."""
+"""Parts of gloo's error messages that mean: a rank does not arrive, or has ended."""
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Record:
 
 
 NOT_MET = ("Timed out after", "wait timeout after", "timed out after", "recvValue failed", "failed to recv")
-"""Parts of further messages, of torch's store, if a rank does not join the first group."""
+"""Parts of messages of torch's store that mean: a rank does not join the first process group."""
 
 
 def is_lost(error: RuntimeError) -> bool:
@@ -100,7 +103,7 @@ class Watch:
         atexit.register(_say_goodbye, weakref.ref(self), stopped, thread)
 
     def over(self, groups: list[dist.ProcessGroup]) -> None:
-        """Apply the watchdog's time limit and error messages to the collectives of these process groups."""
+        """Apply the watchdog's time limit and error messages to collectives of these process groups."""
         for group in groups:
             if group not in self.timed_groups:
                 self.timed_groups.append(group)
@@ -147,7 +150,10 @@ class Watch:
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work) -> None:
-        """Wait at most `limit_s` for a collective on the CPU group; without a limit while a rank is paused."""
+        """Wait for a collective on the CPU group, at most `limit_s`.
+
+        While a rank is paused, wait without a limit.
+        """
         if work.is_completed():
             work.wait()
             return
@@ -162,7 +168,7 @@ class Watch:
                 records = self._ask()
                 if still_runs and any(record.state == "paused" for record in records.values()):
                     continue
-                keep_for_ever(self.group, work)  # they would keep the process at its end until other ranks arrive
+                keep_for_ever(self.group, work)  # else Python could not exit before other ranks arrive
                 raise self._error(error, records, waited_s) from error
 
     def raise_if_lost(self, error: RuntimeError) -> None:
@@ -171,7 +177,7 @@ class Watch:
             raise self._error(error, self._ask(), time.monotonic() - self.since) from error
 
     def record(self, place: str = "") -> Record:
-        """Return the current state of this rank."""
+        """Return the current state of this rank, which other ranks show in errors."""
         if not place and self.state != "ended" and threading.get_ident() != self.main:
             place = place_in_stack(self.main, self.state == "inside")
         return Record(self.state, self.doing, place, time.monotonic() - self.since)
@@ -226,7 +232,7 @@ class Watch:
 
 
 _WATCHES: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
-"""{name of a process group: its watchdog}. Keeps no watchdog alive."""
+"""{name of a process group: its watchdog}. It is a weak dict: it keeps no watchdog alive."""
 
 
 P = ParamSpec("P")
@@ -250,7 +256,7 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def meeting(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective method of ParallelModule, so that it first waits for all ranks.
+    """Decorate a collective method of ParallelModule, so that it first waits until all ranks call it.
 
     Errors name missing ranks.
     """
@@ -300,7 +306,7 @@ def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
 
 
 def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    """Return a function that returns the torch.distributed store in which ranks of a group report state.
+    """Return a function that returns the torch.distributed store in which ranks of a group report.
 
     Each thread gets a separate connection to the store.
     """
@@ -316,7 +322,7 @@ def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
 
 
 def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
-    """Publish the position of the main thread each time a rank requests it. Runs in a thread."""
+    """Report to the store what the main thread is doing, each time a rank requests it. Runs in a thread."""
     answered, beat_s, is_last = 0, BEAT_S, False
     while not is_last:
         is_last = stopped.wait(beat_s)
@@ -327,7 +333,7 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
         try:
             store = watch._store()
             asked = int(store.get("asked")) if store.check(["asked"]) else 0
-            if watch.state != "waiting" and (is_last or asked > answered):  # otherwise the error is complete
+            if watch.state != "waiting" and (is_last or asked > answered):  # else the error is complete
                 record = watch.record()
                 record.answer = answered = asked
                 watch.publish(record)
@@ -337,7 +343,7 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 
 
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
-    """Publish that this process ends, and stop the watchdog's thread.
+    """Report to the store that this process ends, and stop the watchdog's thread.
 
     Python aborts a process that exits while the thread uses the store.
     """

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 WEIGHTED_WORDS = 2**14
-"""Number of 8-byte words with individual weights. A larger tensor is summed, and a sample of it is weighted."""
+"""Number of 8-byte words that get individual weights in a checksum.
+
+For a larger tensor, the checksum is a plain sum of all words and a weighted sum of a sample.
+"""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -26,10 +29,10 @@ def checksum(tensor: Tensor) -> Tensor:
         False
     """
     values = tensor.detach()
-    if values.dtype == torch.int64 and values.is_contiguous() and values.numel() > 1:  # tokens, at every step
+    if values.dtype == torch.int64 and values.is_contiguous() and values.numel() > 1:  # tokens, in every step
         return _weighted(values.view(-1))
     values = values.resolve_conj().resolve_neg().contiguous()
-    if values.numel() == 1:  # contiguous, whatever its stride
+    if values.numel() == 1:  # one element is contiguous, whatever its stride
         values = values.clone(memory_format=torch.contiguous_format)
     bits = values.reshape(-1).view(torch.uint8)
     whole = bits.numel() // 8 * 8
@@ -58,7 +61,7 @@ def _weighted(words: Tensor) -> Tensor:
     weights = _weights(words.device)
     if words.numel() <= WEIGHTED_WORDS:
         weights = weights[: words.numel()]
-        return (words * weights).sum() if words.is_cuda else torch.dot(words, weights)  # CUDA has no `dot` of integers
+        return (words * weights).sum() if words.is_cuda else torch.dot(words, weights)  # CUDA has no integer `dot`
     stride = -(-words.numel() // WEIGHTED_WORDS)
     sample = words[::stride]
     return words.sum() + (sample * (weights[: sample.numel()] - 1)).sum()

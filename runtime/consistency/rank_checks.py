@@ -40,15 +40,15 @@ def check_same_start(
     program: Program | None,
     weights: bool,
 ) -> None:
-    """Raise RuntimeSetupError if ranks differ in `subjects` or have traced different programs.
+    """Raise RuntimeSetupError if ranks differ in `subjects`, or have traced different programs.
 
     A collective call of all ranks of a CPU process group. It does nothing if `group` is None, because there is one
     rank.
 
     Args:
         subjects: {name: text}, such as {"mesh": "dp2,tp2"}. Texts must be equal on all ranks.
-        weights: also compare the values of parameters and buffers. If only values differ, all ranks take the first
-            rank's values.
+        weights: True to also compare the values of parameters and buffers. If only values differ, all ranks take the
+            first rank's values.
     """
     if group is None:
         return
@@ -109,7 +109,7 @@ def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> b
     unlike = [name for name in differ if name != WEIGHTS]
     if unlike:
         hint = "run the same script, model, mesh, plan and version on every rank"
-        if EXAMPLE in unlike and all(EXAMPLE in theirs for theirs in everyones):  # plan and program follow from it
+        if EXAMPLE in unlike and all(EXAMPLE in theirs for theirs in everyones):  # plan and program depend on it
             unlike, hint = [EXAMPLE], "an example of the same shapes and dtypes on every rank"
         elif unlike[1:]:
             unlike = [name for name in unlike if name != TRACED]

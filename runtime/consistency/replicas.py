@@ -32,13 +32,15 @@ from autopart.runtime.shards.shard_state import splits_of
 EARLY = (1, 2, 4, 8)
 EVERY = 100
 ROUNDING = 8
-"""Allowed difference of copies in units in the last place of the largest element, times the square root of the steps
-since the last comparison. It covers sums in another order (atomics on a GPU).
+"""Allowed difference of replicas, in units in the last place of the largest element.
+
+It is multiplied by the square root of the number of steps since the last comparison. It covers sums in another order
+(atomics on a GPU).
 """
 
 _NUMBERS = itertools.count()
 _NOTED: WeakSet[Replicas] = WeakSet()
-"""Replicas of the modules whose `state_dict` was called since the last checkpoint."""
+"""`Replicas` of the modules whose `state_dict` was called since the last checkpoint."""
 
 ParameterStorage = tuple[tuple[int, ...], tuple[str, ...]]
 """Storage of a parameter: the `pp` coordinates that store it, and the axes over which it is sharded."""
@@ -72,7 +74,7 @@ def check_before_saving(state_dict: Mapping[str, Any]) -> None:
 
 
 def replica_groups(storage: ParameterStorage, process: Process) -> list[list[int]]:
-    """Return a list of ranks for each shard of a parameter that several ranks store."""
+    """Return, for each shard of a parameter that several ranks store, the list of these ranks."""
     owning, cut_axes = storage
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(process.mesh.num_ranks):
@@ -204,7 +206,7 @@ class Replicas:
 
 
 class Drifted(NamedTuple):
-    """A parameter whose replicas differ.
+    """A parameter whose replicas were found to differ.
 
     Attributes:
         members: the ranks that store it, in rank order.
@@ -217,7 +219,7 @@ class Drifted(NamedTuple):
 
 
 class ReplicaDifference(NamedTuple):
-    """Largest difference between a parameter's replicas on the ranks `rank` and `first`.
+    """Largest difference between the replicas of a parameter on the ranks `rank` and `first`.
 
     Attributes:
         rounding: the largest difference that rounding can explain.

@@ -28,11 +28,12 @@ from autopart.runtime.consistency.rank_checks import by_rank, gather_objects, ra
 SAMPLE = 256
 PROJECTIONS = 4
 TOLERANCE = 1e-5
-"""Allowed distance of two ranks' samples of an input, relative to its mean magnitude; for dtypes with fewer digits,
-four times their precision. Different batches differ by about 1.
+"""Allowed distance of an input's samples on two ranks, relative to the input's mean magnitude.
+
+For dtypes with fewer digits it is four times their precision. Different batches have a distance of about 1.
 """
 SMALLEST = 1e-6
-"""Smaller values are treated as rounding around zero."""
+"""Mean magnitude below which an input's values are treated as rounding around zero."""
 _SAME_BATCH = "pass the same global batch on every rank; or parallelize(..., local_batch=True), and pass local samples"
 _SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks"
 
@@ -52,15 +53,21 @@ class ComparedCall:
     text: str
     inputs: dict[str, Tensor]
     own_rows: frozenset[str] | None = None
-    """With local batches: the inputs that are samples, compared among the ranks that share them. Other inputs are equal
-    on all ranks.
+    """With `local_batch`: the inputs that are samples of this rank.
+
+    Ranks with the same samples compare them.
+
+    All other inputs are equal on all ranks. None without `local_batch`.
     """
     num_rows: int = 0
-    """With local batches: number of local samples."""
+    """With `local_batch`: number of samples of this rank."""
     problem: AutopartError | None = None
     """An error that this rank has found, for example in its parameters. All ranks raise the first rank's error."""
     trains: bool = True
-    """False for a step if no parameter of this rank needs a gradient. It is an error if it is False on all ranks."""
+    """False for a step in which no parameter of this rank needs a gradient.
+
+    False on all ranks is an error.
+    """
 
     @functools.cached_property
     def integer_checksums(self) -> dict[str, int]:
@@ -102,7 +109,7 @@ class ComparedCall:
         return 1.5 * len(self.floats)
 
     def _scaled_projections(self, place: int, marks: Sequence[float]) -> list[float]:
-        """Multiply an input's projections by a factor that depends on the input's index.
+        """Return the projections of the input with index `place`, multiplied by a factor for this index.
 
         With different factors, the differences of two inputs cannot cancel in the sum.
         """
@@ -112,7 +119,7 @@ class ComparedCall:
 
 CALL = 2
 VALUES = CALL + 2 + PROJECTIONS
-"""Ends of the parts of `ComparedCall.numbers`: the call, and the inputs that all ranks share."""
+"""End indices of two sections of `ComparedCall.numbers`: the call, and inputs that all ranks share."""
 
 
 def all_frozen() -> UsageError:
@@ -262,7 +269,10 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _projections(tensor: Tensor, number: int) -> list[float]:
-    """Return projections of a sample of a tensor's elements on sign vectors, and the log of its mean size."""
+    """Return random projections of a sample of a tensor's elements, and the log of their mean magnitude.
+
+    A projection is the product with a vector of 1 and -1.
+    """
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -273,10 +283,10 @@ def _projections(tensor: Tensor, number: int) -> list[float]:
     first = number * 7919 % stride
     if values.is_contiguous():
         sample = values.as_strided((count,), (stride,), values.storage_offset() + first)
-    else:  # without a copy of it all
+    else:  # gather the sample without copying the tensor
         places = first + stride * torch.arange(count, device=values.device)
         sample = values[torch.unravel_index(places, values.shape)]
-    array = sample.resolve_neg().to("cpu", torch.float64).numpy()  # not to be written: it may be the input itself
+    array = sample.resolve_neg().to("cpu", torch.float64).numpy()  # read-only: it may share memory with the input
     total = float(np.abs(array).sum())
     if not math.isfinite(total):
         array = np.nan_to_num(array, nan=3.0, posinf=5.0, neginf=-5.0)

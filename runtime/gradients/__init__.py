@@ -1,1 +1,1 @@
-"""Gradient reduction and ZeRO: buckets, all-gathers, reduce-scatters, no_sync."""
+"""Gradient reduction, sharded parameters (ZeRO) and `no_sync`."""

@@ -26,8 +26,8 @@ class GradientSync:
     Attributes:
         methods: {parameter: method}. Buckets do not reduce the gradients of these parameters over the outermost data
             axis.
-        unsharded: {parameter: tensor without storage} of sharded parameters that have a method. During a step, `.grad`
-            of the tensor receives the full gradient.
+        unsharded: {sharded parameter with a method: tensor without storage}. During a step, `.grad` of the tensor
+            receives the full gradient.
     """
 
     def __init__(self, process: Process):
@@ -37,7 +37,7 @@ class GradientSync:
 
     @property
     def changes_models(self) -> bool:
-        """True if data ranks have different weights between averagings of the model."""
+        """True if data ranks have different weights until the method averages their models."""
         return False
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
@@ -78,7 +78,7 @@ class GradientSync:
     # --- Checks
 
     def problem(self, in_step: bool) -> UsageError | None:
-        """Return an error if gradient hooks would get gradients that are not synchronised, else None.
+        """Return an error if gradient hooks would get gradients that are not synchronised yet, else None.
 
         The result is equal on every rank.
 
@@ -88,7 +88,7 @@ class GradientSync:
         return None
 
     def check_optimizer_attached(self) -> None:
-        """Raise UsageError before the second step if models must be averaged and no optimizer is attached."""
+        """Raise UsageError before the second step if the method averages models and no optimizer is attached."""
 
     def check_gradients(self, call: str) -> None:
         """Raise UsageError if data ranks have different weights, because then no global gradient exists."""
@@ -101,9 +101,9 @@ class GradientSync:
 
 
 def sync_for(program: Program, current: GradientSync) -> GradientSync:
-    """Return the synchronisation for a program: a new one if a parameter has a `dp_sync` method.
+    """Return the `GradientSync` for a program.
 
-    Otherwise returns `current`.
+    It is a new one if a parameter has a `dp_sync` method, else `current`.
     """
     has_method = any(stored.method is not None for stored in program.parameters.values())
     return with_methods(current) if has_method else current

@@ -100,8 +100,8 @@ class NoSync:
         """Return True if the current backward must leave its gradients unreduced.
 
         Args:
-            was_open: the forward ran inside `no_sync()`. If False, all partial gradients are reduced when this backward
-                ends.
+            was_open: True if the forward ran inside `no_sync()`. If False, all partial gradients are reduced when this
+                backward ends.
         """
         if not (was_open or self.are_some or self.are_expected):
             return False
@@ -129,7 +129,7 @@ class NoSync:
 
 
 def sharded_error(program: Program) -> UsageError | None:
-    """Return an error if a program shards parameters over data ranks (ZeRO), else None.
+    """Return an error if the program shards parameters over data ranks (ZeRO), else None.
 
     `no_sync()` does not support such parameters.
     """

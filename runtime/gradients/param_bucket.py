@@ -33,7 +33,7 @@ class UnshardStrategy(Protocol):
         """Wait for the all-gather, and return the unsharded parameters."""
 
     def reshard(self) -> None:
-        """Free the unsharded parameters, when the current backward does not need them any more."""
+        """Free the unsharded parameters. Called when the current backward does not need them any more."""
 
 
 class ParamBucket:
@@ -46,8 +46,8 @@ class ParamBucket:
         leaves: tensors that accumulate gradients during a step. None: those in `stored`.
         targets: tensors whose `.grad` receives reduced gradients. None: those in `stored`.
         unshard: all-gather of the parameters. None: they are not sharded.
-        each_microbatch: reduce gradients after every microbatch of a step, instead of once.
-        unreduced: state of `no_sync()`. None: the bucket does not support it.
+        each_microbatch: True to reduce gradients after every microbatch of a step, not once a step.
+        unreduced: state of `no_sync()`. None: the bucket does not support `no_sync()`.
         reducer: reducer of the stage, with ZeRO 3. Then autograd functions reduce gradients in `step()` too.
     """
 
@@ -78,9 +78,9 @@ class ParamBucket:
     # --- In a step.
 
     def reduce_accumulated(self, is_last: bool = True) -> None:
-        """Launch the reduction of the gradients that a step has accumulated, if there are any.
+        """Launch the reduction of the gradients that a step has accumulated. Does nothing without gradients.
 
-        `is_last`: no later microbatch adds to these gradients.
+        `is_last`: True if no later microbatch adds to these gradients.
         """
         pending = Pending(size_bytes=self.size_bytes, needs_buffer=self.needs_buffer)
         self.queue.launch(pending, self._reduce_accumulated(is_last), self.strategy.max_in_flight)
@@ -125,7 +125,7 @@ class ParamBucket:
     # --- In a differentiable call.
 
     def begin_call(self) -> None:
-        """Prepare for a differentiable call, whose backward reduces the gradients."""
+        """Prepare the bucket for a differentiable call, whose backward reduces the gradients."""
         self.arrival, self.crossed = self._arrive(), None
 
     def end_call(self) -> None:
@@ -136,7 +136,7 @@ class ParamBucket:
         return pending, _WaitReduce.apply(pending, *self.stored)
 
     def cross(self) -> tuple[Tensor, ...]:
-        """Return unsharded parameters for a graph. The backward of the parameters reduces their gradients."""
+        """Pass the unsharded parameters into a graph. In their backward, their gradients are reduced."""
         pending, arrived = self.arrival or self._arrive()
         return _StartReduce.apply(self, pending, *arrived)
 
@@ -154,18 +154,18 @@ class ParamBucket:
             if self.unshard is not None:
                 self.unshard.values()
             return tuple(tensors)
-        if self.crossed is None:  # once for all microbatches
+        if self.crossed is None:  # one reduction for all microbatches
             self.crossed = dict(zip(self.names, self.cross(), strict=True))
         return tuple(self.crossed[name] for name in names)
 
     def reduce_in_backward(self, pending: Pending, grads: list[Tensor], present: Sequence[int], was_open: bool) -> None:
-        """Start to reduce gradients in a backward.
+        """Start to reduce gradients, in the backward of a differentiable call.
 
         Args:
+            pending: receives the reduced gradients.
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
-            pending: receives the reduced gradients.
-            was_open: the forward ran inside `no_sync()`.
+            was_open: True if the forward ran inside `no_sync()`.
         """
         if self.unreduced is not None and self.unreduced.leave(was_open):
             check_differentiated_once(
@@ -244,7 +244,7 @@ def _mark_frozen(ctx: Any, values: tuple[Tensor, ...], num_leading: int) -> tupl
     """Mark the outputs for frozen parameters as non-differentiable. Return all outputs.
 
     Args:
-        num_leading: number of arguments of the autograd function before its tensors.
+        num_leading: number of arguments of the autograd function that precede its tensors.
     """
     frozen = [
         value for value, needs_grad in zip(values, ctx.needs_input_grad[num_leading:], strict=True) if not needs_grad

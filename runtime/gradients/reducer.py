@@ -1,10 +1,10 @@
-"""Launch gradient reductions while the backwards of a step run, each bucket as soon as it is complete.
+"""Launch of gradient reductions during the backwards of a step: each when its bucket is complete.
 
 The buckets of a stage are sorted by the order in which the backward completes them, so the last block comes first.
 Hooks on autograd's accumulation nodes signal that a gradient is ready. Buckets are always launched in sorted order, so
-all ranks launch the same collectives in the same order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). If a
-schedule runs the weight backward separately, there are no accumulation nodes. Then a bucket is launched when the
-weight backward ends.
+all ranks launch the same collectives in the same order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule
+runs the weight backward separately, there are no accumulation nodes. Then a bucket is launched when the weight backward
+ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reducer:
         buckets: in the order in which a backward completes them.
         queue: reductions in flight on this rank.
         microbatches: backwards per step.
-        splits_backward: the schedule runs the weight backward separately, one weight after the other.
+        splits_backward: True if the schedule runs the weight backward separately, one weight after the other.
         shared: buckets whose gradients other stages of this rank also accumulate into.
         shard_reduce_axes: {parameter: axes} for ZeRO-3 parameters. The gradient of the shard is all-reduced over these
             axes, once per step.
@@ -51,7 +51,7 @@ class Reducer:
         return self.backwards >= self.microbatches - 1
 
     def take_earlier(self, name: str, shard: Tensor) -> Tensor | None:
-        """Return a shard's gradient from earlier microbatches, and set `.grad` to None.
+        """Return the gradient of a shard that earlier microbatches have accumulated, and set `.grad` to None.
 
         Called in the last backward of a step. A second call in the step returns None.
         """

@@ -1,4 +1,7 @@
-"""Gradient reductions that overlap with compute, and the queue of reductions in flight."""
+"""Gradient reductions that overlap with compute, and the queue of reductions in flight.
+
+A reduction is a generator, so that the code can continue between its collectives.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from autopart.runtime.comm.async_collectives import begin_all_reduce
 from autopart.runtime.comm.collectives import all_reduce_once_more
 
 Reduction = Generator[None, None, "list[Tensor] | None"]
-"""Reduces gradients and returns them, or None after storing them.
+"""Generator that reduces gradients. Its result is the gradients, or None if it has stored them.
 
-The generator launches a collective, then yields while it is in flight. When resumed it waits for the collective.
+It launches a collective, then yields while the collective is in flight. When resumed, it waits for the collective.
 """
 
 
 class ReduceStrategy:
-    """Collectives that reduce the gradients of a bucket.
+    """Interface of the collectives that reduce the gradients of a bucket.
 
     Attributes:
         max_in_flight: maximum number of reductions with a buffer in flight, including the next reduction.
         small_bytes: in a backward that the user starts, more reductions can be in flight if their total bytes are at
             most `small_bytes`.
-        reduces_shards: once per step, gradient shards are also all-reduced over further groups (HSDP).
+        reduces_shards: True if gradient shards are also all-reduced over further groups once per step (HSDP).
         accumulate_dtype: dtype in which a step accumulates gradients of several microbatches. None: autograd
             accumulates them in the dtype of the parameters.
     """
@@ -49,10 +52,9 @@ class ReduceStrategy:
         Args:
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
-            earlier: gradient shards of earlier microbatches, which are added before the all-reduce over further
-                groups.
+            earlier: gradient shards of earlier microbatches, which are added before the all-reduce over further groups.
                 None: this call does not all-reduce over further groups.
-            is_owned: nothing else uses `grads`, so the reduction may write to them.
+            is_owned: True if nothing else uses `grads`, so that the reduction may write to them.
         """
         raise NotImplementedError
 
@@ -72,13 +74,13 @@ def into_grads(reduction: Reduction, targets: Sequence[Tensor]) -> Reduction:
 
 @dataclass(eq=False)
 class Pending:
-    """Reduction of a bucket's gradients, in flight or finished.
+    """A reduction of a bucket's gradients that is in flight or finished.
 
     Attributes:
         reduction: the generator of the reduction. None before its launch and after its last collective.
         grads: reduced gradients. None: the reduction has stored them in `.grad`.
         size_bytes: bytes of the buffer.
-        needs_buffer: the reduction needs a copy or a receive buffer.
+        needs_buffer: True if the reduction needs a copy or a receive buffer.
     """
 
     reduction: Reduction | None = None
@@ -87,10 +89,7 @@ class Pending:
     needs_buffer: bool = True
 
     def advance(self) -> None:
-        """Wait for the collective in flight, and launch the next collective of the reduction.
-
-        Both may be missing.
-        """
+        """Wait for the collective in flight, if there is one. Launch the next collective, if there is one."""
         if self.reduction is None:
             return
         try:
@@ -102,7 +101,8 @@ class Pending:
     def finish(self) -> list[Tensor] | None:
         """Wait for the reduced gradients and return them. None: the reduction has stored them in `.grad`.
 
-        Keeps no reference to the gradients, because autograd copies a gradient that has other references.
+        This object then has no reference to the gradients, because autograd copies a gradient that has other
+        references.
         """
         while self.reduction is not None:
             self.advance()
@@ -131,7 +131,7 @@ class ReductionQueue:
             pending: receives the reduced gradients.
             reduction: the reduction.
             max_in_flight: maximum number of buffers in flight, including the buffer of this reduction.
-            small_bytes: more buffers can be in flight if their total bytes are at most `small_bytes`.
+            small_bytes: more buffers may be in flight if their total bytes are at most `small_bytes`.
         """
         self.first, self.further = (
             [one for one in row if one.reduction is not None and one is not pending]
@@ -189,7 +189,7 @@ class AllReduceStrategy(ReduceStrategy):
         dtype = sent_dtype(self.reduce_dtype, grads[0])
         in_place = is_owned and len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
         flat = grads[0] if in_place else flatten(grads, dtype)
-        if not is_owned:  # frees the gradients
+        if not is_owned:  # free the gradients
             grads = [grad.new_empty(()).expand(grad.shape) for grad in grads]
         wait = begin_all_reduce(flat, self.groups)
         yield
@@ -217,7 +217,7 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tens
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
     for tensor, chunk in zip(tensors, unflatten(flat, tensors), strict=True):
-        chunk.copy_(tensor)  # casts in place of a second full copy
+        chunk.copy_(tensor)  # copying casts too, without a second full copy
     return flat
 
 
@@ -228,5 +228,5 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sent_dtype(reduce_dtype: torch.dtype | None, grad: Tensor) -> torch.dtype:
-    """Return the dtype for the reduction of a gradient: `reduce_dtype` if set, else the gradient's dtype."""
+    """Return the dtype in which a gradient is reduced: `reduce_dtype` if set, else the gradient's dtype."""
     return reduce_dtype if reduce_dtype is not None and grad.is_floating_point() else grad.dtype

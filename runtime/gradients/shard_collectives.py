@@ -48,7 +48,7 @@ class ShardedParam:
 
     @staticmethod
     def of(name: str, shard: Tensor, gather: ParameterGather, ranks: int) -> ShardedParam:
-        """Describe a parameter, from this rank's shard and the all-gather in the stage graph."""
+        """Return a description of a parameter, from this rank's shard and the all-gather in the stage graph."""
         shape = (*shard.shape[: gather.dim], gather.size, *shard.shape[gather.dim + 1 :])
         cut = DimSharding(gather.dim, gather.size, gather.sections, ranks)
         read = gather.dtype or shard.dtype
@@ -56,7 +56,7 @@ class ShardedParam:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of a shard in collectives. Shorter shards are padded to the longest one."""
+        """Shape of a shard in collectives, in which all shards are padded to the size of the longest one."""
         return (*self.shape[: self.cut.dim], self.cut.length(0), *self.shape[self.cut.dim + 1 :])
 
     def zeros(self, rank: int, device: torch.device) -> Tensor:
@@ -134,7 +134,7 @@ class ShardCollectives(ReduceStrategy):
         del grads
         yield
         flat = wait()
-        del wait  # frees the unsharded gradients
+        del wait  # free the unsharded gradients
         chunks = [
             one.cut.trimmed(chunk.view(one.padded_shape), rank)
             for one, chunk in zip(stored, flat.split([math.prod(one.padded_shape) for one in stored]), strict=True)
@@ -235,7 +235,10 @@ def make_shard_collectives(
     most_bytes: int | None,
     others: Sequence[dist.ProcessGroup],
 ) -> list[ShardCollectives]:
-    """Group parameters into buckets, sorted by first use (`autopart.ir.run.buckets`)."""
+    """Group parameters into buckets, sorted by first use (`autopart.ir.run.buckets`).
+
+    Return one object per bucket.
+    """
     by_name = {one.name: one for one in stored}
     same_kind = kinds(list(by_name), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
     rows = [row for names in same_kind for row in bucketed({name: by_name[name].nbytes for name in names}, most_bytes)]

@@ -49,10 +49,7 @@ class AllReduceGroup:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Group tensors into buckets.
-
-    Only tensors whose gradients are partial sums over mesh axes are included.
-    """
+    """Group tensors whose gradients are partial sums over mesh axes into buckets. Skip all other tensors."""
     axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
     return [AllReduceGroup(names, axes=axes[names[0]]) for names in bucket_by_kind(partial, axes, bucket_bytes)]
@@ -61,7 +58,7 @@ def axis_buckets(
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Group tensors into buckets. Only tensors that are stored at several `pp` coordinates are included."""
+    """Group tensors that several pipeline stages store into buckets. Skip all other tensors."""
     tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
     owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
     shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}
@@ -71,7 +68,10 @@ def tied_buckets(
 
 
 def accumulate_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
-    """Add gradients that parameters had before a step to `.grad`. `before`: {parameter: its gradient}."""
+    """Add the gradients that parameters had before a step to `.grad`.
+
+    `before`: {parameter: its gradient before the step}.
+    """
     for parameter, earlier in before.items():
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -160,11 +160,11 @@ def all_reduced_names(tensors: Mapping[str, Tensor], program: Program, stage_sty
 
 
 def create_reduce_groups(program: Program, process: Process) -> None:
-    """Create process groups of flattened axes.
-
-    Create second groups for reductions that overlap with compute.
+    """Create the process groups that gradient reductions need.
 
     Every rank must call this with the same program.
+
+    They are groups of flattened axes, and second groups of axes for reductions that overlap with compute.
     """
     mesh = program.mesh
     stored_tensors = [stored.unsharded_to_sync(mesh) or stored for stored in program.parameters.values()]
@@ -201,7 +201,7 @@ def _sum_bucket(
 def gradient_of(parameter: Tensor) -> Tensor:
     """Return `.grad` of a parameter. If it is None, first set it to zeros.
 
-    It is None if a stage did not use its copy of a tied parameter.
+    It is None if a stage did not use its copy of a tied parameter in this step.
     """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)

@@ -40,8 +40,10 @@ from autopart.runtime.gradients.reducer import Reducer
 from autopart.runtime.gradients.shard_collectives import ShardCollectives, ShardedParam
 
 MAX_UNSHARDED_IN_BACKWARD = 2
-"""Number of blocks that stay unsharded in the backward, besides prefetched blocks. A value that two blocks use
-makes the backward alternate between them."""
+"""Number of blocks that stay unsharded in the backward, not counting prefetched blocks.
+
+It is more than one, because a value that two blocks use makes the backward alternate between them.
+"""
 
 
 def insert_unshard_blocks(
@@ -54,12 +56,12 @@ def insert_unshard_blocks(
     Args:
         reducer: reducer of the stage. It reports whether a backward is the last backward of a step. If the schedule
             runs the weight backward weight by weight, each weight keeps a separate all-gather.
-        compiled: the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled code does
-            not contain them. Casts stay as they are, because the compiler recomputes them.
+        compiled: True if the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled
+            code does not contain them. Casts stay as they are, because the compiler recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
-    # A recompute region does not save its casts anyway.
+    # Casts in a recompute region are not saved for backward, so they need no replacement.
     casts = [] if compiled else [n for n in module.graph.nodes if is_cast(n) and "region" not in facts(n)]
     if not nodes and not casts:
         return None
@@ -137,9 +139,9 @@ class UnshardBlocks:
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
     """{block: function that waits for its weights}, for prefetched blocks."""
     left: list[Callable[[], list[Tensor]]] = field(default_factory=list)
-    """All-gathers that failed calls left pending."""
+    """All-gathers in flight that a failed call did not wait for."""
     again: OrderedDict[int, list[Tensor]] = field(default_factory=OrderedDict)
-    """{block: its weights} that the backward has gathered again, least recently used first."""
+    """{block: its weights, which the backward has gathered again}, least recently used first."""
     used_in_backward: set[int] = field(default_factory=set)
     """Blocks whose weights the backward uses."""
     weights: dict[StorageWeakRef, _Weight | _Cast] = field(default_factory=dict)
@@ -164,7 +166,7 @@ class UnshardBlocks:
                 block.bucket.end_call()
 
     def release_weights(self, failed: bool = False) -> None:
-        """Free all unsharded weights, because weights may change before their next use.
+        """Free all unsharded weights, because the optimizer may change weights before their next use.
 
         Waits for prefetches that were not used, because an all-gather can only end if all ranks take part.
 
@@ -183,7 +185,7 @@ class UnshardBlocks:
         """Return the unsharded weights of a block, and prefetch the next blocks."""
         wait = self.begun.pop(index, None) or self.order[index].begin()
         weights = wait()
-        del wait  # frees the receive buffer before the next all-gather allocates one
+        del wait  # free the receive buffer before the next all-gather allocates one
         for following in self._following(index):
             if following not in self.begun and following not in self.again:
                 self.begun[following] = self.order[following].begin()
@@ -311,7 +313,7 @@ class UnshardBlock(nn.Module):
         return self.gathers.gather([shard.detach() for shard in self.bucket.stored])
 
     def forward(self) -> tuple[Tensor, ...]:
-        # Inside a recompute region the bucket is in no differentiable call: the region takes no gradients of its own.
+        # The forward of a recompute region runs without gradients. Then the bucket is only unsharded.
         unsharded = self.bucket.cross() if torch.is_grad_enabled() else tuple(self.values())
         if torch.is_grad_enabled() and not in_backward():
             for position, (weight_tensor, shard) in enumerate(zip(unsharded, self.bucket.stored, strict=True)):

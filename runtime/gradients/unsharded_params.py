@@ -29,11 +29,14 @@ from autopart.runtime.gradients.reductions import AllReduceStrategy, ReduceStrat
 from autopart.runtime.gradients.shard_collectives import ShardCollectives, ShardedParam, make_shard_collectives
 
 NUM_PREFETCHED = 2
-"""Number of all-gathers in flight when a step begins. Each needs its unsharded bytes twice until it has finished."""
+"""Number of all-gathers in flight when a step begins.
+
+Until it has finished, an all-gather needs twice the bytes of its unsharded parameters.
+"""
 
 
 class UnshardedParams:
-    """Unsharded parameters of a program's stages on this rank. Between calls their storages are freed.
+    """Unsharded parameters of a program's stages on this rank. Between calls their memory is freed.
 
     Attributes:
         parameters: {name: unsharded parameter}, used by the graphs.
@@ -99,7 +102,7 @@ class UnshardedParams:
         """Create the unsharded parameter `name` with an empty storage. Return a description of its sharding."""
         part = self.shards[name]
         stored = ShardedParam.of(name, part, way, ranks)
-        if name in self.sent:  # as without ZeRO: autograd accumulates in the parameter dtype
+        if name in self.sent:  # as without ZeRO, autograd accumulates in the parameter dtype
             stored = replace(stored, grad_dtype=part.dtype)
         empty = part.new_empty(stored.shape, dtype=stored.read_dtype)
         unsharded = self.parameters[name] = nn.Parameter(empty, requires_grad=part.requires_grad)
@@ -124,10 +127,11 @@ class UnshardedParams:
 
     @contextmanager
     def gathering(self, is_in_place: bool = False) -> Iterator[None]:
-        """All-gather the buckets one after the other during a `with` block, some buckets ahead of their use.
+        """All-gather the buckets one after the other during a `with` block, each before its use.
 
         Args:
-            is_in_place: gather into the unsharded parameters. False: into new memory, for a differentiable call.
+            is_in_place: True to gather into the unsharded parameters. False to gather into new memory, for a
+                differentiable call.
         """
         self.is_in_place = is_in_place
         try:
@@ -162,10 +166,7 @@ class StepUnshard:
 
     @torch.no_grad()
     def values(self) -> list[Tensor]:
-        """Wait for the all-gather of this bucket, and start the all-gather of a later bucket.
-
-        Return the parameters.
-        """
+        """Wait for the all-gather of this bucket, and return its parameters. Also start a later all-gather."""
         while self in self.unsharded.to_gather:
             self.unsharded.gather_next()
         if self.wait is None:
@@ -198,7 +199,7 @@ class UnshardedGradReduce(ReduceStrategy):
         raise AssertionError("unreachable: create_graph=True is rejected before, for parameters with a dp_sync method")
 
     def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
-        """Return this rank's term of the gradient sum over the data ranks.
+        """Return this rank's summand of a gradient that is summed over the data ranks.
 
         A replicated gradient must count once, so the first rank returns it and all other ranks return zeros.
         """

@@ -26,7 +26,7 @@ def update_weights(
     inputs: Sequence[Any],
     sum_along: Callable[[str, ByRank], ByRank],
 ) -> None:
-    """Update parameter shards in place, before a forward, as the model updates its parameters.
+    """Update parameter shards in place before a forward, as the model's forward would (`max_norm`).
 
     Args:
         parameters: {rank: {name: its shard}}.

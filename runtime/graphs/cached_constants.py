@@ -15,7 +15,10 @@ from autopart.ir.facts import facts
 from autopart.ir.subgraphs import erase_unused, extract_subgraph, is_leaf_value
 
 MOST_BYTES = 2**25
-"""Largest value that is cached. Larger ones, for very long sequences, are computed in each call."""
+"""Maximum bytes of a value that is cached.
+
+Larger values, for very long sequences, are computed in each call.
+"""
 
 
 class Constants:

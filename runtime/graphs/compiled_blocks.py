@@ -42,7 +42,7 @@ def compiled(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _compile(module: fx.GraphModule) -> fx.GraphModule:
-    # A graph's code is its own, that of nn.Module's __call__ is not: recompilations are counted by code.
+    # torch counts recompilations by code object. Each graph's `forward` has its own; modules share `__call__`.
     module.forward = compiled_apart(module.forward, _ranks(module))
     return module
 
@@ -74,7 +74,7 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Partition:
-    """Partition of a stage graph into subgraphs: one for each repeated block, others for calls in between."""
+    """Partition of a stage graph into subgraphs: one for each repeated block, others for calls between."""
 
     def __init__(self, module: fx.GraphModule):
         self.module = module
@@ -84,7 +84,7 @@ class _Partition:
         """Return all subgraphs in graph order as (kind, calls). Subgraphs of one kind share compiled code."""
         subgraphs, begin = list[Calls](), 0
         for start, stop in sorted(self._blocks(0, len(self.calls), 0)):
-            if start < begin:  # a call between other blocks: it belongs to the block before it
+            if start < begin:  # a call between two blocks belongs to the block before it
                 continue
             subgraphs += [self.calls[begin:start], self.calls[start:stop]]
             begin = stop
@@ -111,7 +111,7 @@ class _Partition:
                     yield from self._blocks(*sibling, depth + 1)
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Span]]:
-        """Return the index ranges of the calls of sibling blocks, such as `layers.0` and `layers.1`."""
+        """Group calls by sibling block (`layers.0`, `layers.1`). Yield their index ranges, one list per group."""
         inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         spans: defaultdict[str, list[Span]] = defaultdict(list)
@@ -171,15 +171,15 @@ def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
 
 @dataclass(frozen=True)
 class _Value:
-    """Numbered placeholder for a value in the key of a block, so that the key contains no node names."""
+    """Placeholder for a value in the key of a block. It has a number instead of a node name."""
 
     number: int
 
 
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Return True for a value that is computed outside of subgraphs.
+    """Return True for a value that no subgraph computes: an input of the outer graph.
 
-    The value is a graph input, a stored or unsharded parameter, or a dropout seed with its salt.
+    It is a graph input, a stored or unsharded parameter, or a dropout seed with its salt.
     """
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), Region)
@@ -219,7 +219,7 @@ def _calling(module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]]) -> 
 
 
 def _subgraph(calls: Calls) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return a graph of the calls, and the outside values that it takes as inputs."""
+    """Return a graph that contains these calls, and the list of outside values that it takes as inputs."""
     graph = fx.Graph()
     members = set(calls)
     inputs = list(dict.fromkeys(node for call in calls for node in call.all_input_nodes if node not in members))

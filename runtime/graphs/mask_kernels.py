@@ -20,7 +20,7 @@ MaskStructures = tuple[tuple[str, MaskStructure], ...]
 """[(mask name, structure)] of a stage."""
 
 _LARGE = 2**24
-"""Scores above which a mask that depends only on positions is not materialised to detect its structure."""
+"""Number of elements above which a mask that depends only on positions is analyzed symbolically."""
 
 
 def specialize_constant_masks(
@@ -28,13 +28,13 @@ def specialize_constant_masks(
 ) -> tuple[Stage, frozenset[str]]:
     """Replace the constant attention masks of a stage by their structure, such as causal.
 
-    A mask is constant if no model input or buffer affects it. This function detects the structure of each constant
-    mask once. Attention then uses the structure, and not the mask tensor. If a constant mask has no such structure,
+    A mask is constant if no model input or buffer affects it. This function detects the structure of each constant mask
+    once. Attention then uses the structure, and not the mask tensor. If a constant mask has no such structure,
     attention still uses the mask tensor.
 
     Returns:
-        The rewritten stage, and the names of all its constant masks. The caller need not detect the structure of these
-        masks again in each call of the stage.
+        The rewritten stage, and the names of all its constant masks. The caller need not inspect these masks again in
+        each call of the stage.
     """
     masks, inputs, graph = input_independent_masks(stage)
     names = frozenset(mask.name for mask in masks)
@@ -56,7 +56,7 @@ def _analyze_large_masks(
     stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
 ) -> dict[str, MaskStructure]:  # fmt: skip
-    """Return {mask: structure} of masks that are too large to materialise.
+    """Return {mask: structure} for masks that are too large to compute as a tensor.
 
     Args:
         inputs: descriptions of the values from which the stage graph computes the masks.

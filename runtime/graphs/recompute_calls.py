@@ -26,7 +26,7 @@ def has_regions(graph: fx.Graph) -> bool:
 
 
 def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function under activation checkpointing."""
+    """Call a function under `torch.utils.checkpoint`, so that backward recomputes it."""
     if not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(on_local_values(function), *arguments, use_reentrant=False, preserve_rng_state=False)

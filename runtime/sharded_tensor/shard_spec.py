@@ -1,4 +1,4 @@
-"""Shard spec of a tensor (like DTensor's `spec`), and differentiable collectives.
+"""Sharding of a tensor (like DTensor's `spec`), and differentiable collectives.
 
 A value computed from sharded tensors is either sharded like them or replicated. Every rank computes the same loss, so
 the gradient of a replicated value is replicated too. This determines the backward of each collective in this file.
@@ -22,7 +22,7 @@ from autopart.runtime.comm.process_mesh import Process, of_all_stages
 
 @dataclass(frozen=True)
 class DimShard:
-    """Split of a dim over a mesh axis, and the index of this rank's shard."""
+    """Split of a dim over the ranks of a mesh axis, with the index of this rank's shard."""
 
     axis: str
     cut: DimSharding
@@ -122,7 +122,7 @@ class ShardSpec:
         return value
 
     def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Reduce the local values of ranks, over one mesh axis after the other.
+        """Combine the local values of the ranks of each axis in `axes`, one axis after the other.
 
         Args:
             reduce: function that reduces a stack of the ranks' values over dim 0.
@@ -150,13 +150,13 @@ def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
 
 @contextmanager
 def reported(process: Process, name: str) -> Iterator[None]:
-    """Name the parameter of a collective in the watchdog's messages, for a `with` block."""
+    """Name the parameter in the watchdog's messages if a collective in this `with` block hangs."""
     with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
         yield
 
 
 def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a collective on the rank's device, in a dtype that every backend supports.
+    """Run the collective `send` on the rank's device, in a dtype that every backend supports.
 
     Returns the result in the original dtype and device.
     """
@@ -167,7 +167,7 @@ def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> T
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function: all-gather of one split. Backward takes the local shard of the gradient.
+    """Autograd function: all-gather of one split. Backward takes this rank's shard of the gradient.
 
     Backward needs no reduction, because the gradient is replicated.
     """
@@ -184,7 +184,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Autograd function: local shard of a replicated value. Backward all-gathers the shards' gradients."""
+    """Autograd function: take this rank's shard of a replicated value. Backward all-gathers the gradients."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, shard: DimShard, process: Process) -> Tensor:

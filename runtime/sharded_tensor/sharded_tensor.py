@@ -54,7 +54,7 @@ class ShardedTensor(Tensor):
 
     spec: ShardSpec
     is_gathered: bool
-    """True for a view of a gathered copy, which is read-only."""
+    """True for a read-only view of a full tensor that was gathered as a copy."""
 
     def to_local(self) -> Tensor:
         """Return this rank's values as a plain tensor, which shares memory and autograd history."""
@@ -174,7 +174,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set a flag or hook of the shard. A shard and its full tensor have equal flags and hooks."""
+    """Read or set a flag or hook (`requires_grad`) of the shard, which are equal for the full tensor."""
     return func(*args, **kwargs)
 
 
@@ -212,7 +212,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Create a plain tensor of the size in the arguments (`new_zeros`), with the shard's dtype and device."""
+    """Create a plain tensor (`new_zeros`) of the size in the arguments, with the shard's dtype and device."""
     return func(*args, **kwargs)
 
 
@@ -244,7 +244,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError under `pp` if a scalar computed from one parameter meets another parameter."""
+    """Raise UsageError under `pp` if a scalar computed from one parameter is combined with another one."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -267,7 +267,7 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
             if dim not in shards or shards[dim][0].key == shard.key:
                 shards[dim] = tuple(one.on_dim(dim) for one in spec.of_dim(shard.dim))
     used_axes = [shard.axis for of_dim in shards.values() for shard in of_dim]
-    if len(used_axes) != len(set(used_axes)):  # one axis shards different dims of two arguments
+    if len(used_axes) != len(set(used_axes)):  # one mesh axis shards different dims of two arguments
         first, offset = specs[0], len(shape) - len(specs[0].shape)
         shards = {s.dim + offset: tuple(o.on_dim(s.dim + offset) for o in first.of_dim(s.dim)) for s in first.shards}
     all_shards = tuple(shard for dim in sorted(shards) for shard in shards[dim])
@@ -275,7 +275,7 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the shard of an argument that matches the shard of a result with this spec.
+    """Return the local part of an argument for a result with this spec.
 
     Backward returns the full gradient of the argument.
     """
@@ -417,7 +417,7 @@ def _wanted_shape(value: ShardedTensor, sizes: Sequence[Any], kwargs: dict[str, 
 
 
 def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function on gathered tensors. In-place functions then write the local part back to the shard."""
+    """Run a function on gathered tensors. If it writes in place, copy this rank's shard back."""
     out = kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if args and _writes(name, kwargs) else None
     if not isinstance(target, ShardedTensor):
@@ -447,7 +447,7 @@ def _is_of_stage(spec: ShardSpec) -> bool:
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark a result as computed from this parameter, to reject a later reduction over the result."""
+    """Mark a result as computed from a parameter that other stages lack. Later reductions are rejected."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 

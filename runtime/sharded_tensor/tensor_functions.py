@@ -1,4 +1,4 @@
-"""Table of how torch functions run on a sharded tensor, and reductions over shards."""
+"""Table that determines how each torch function runs on a sharded tensor, and reductions over shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
 
 
 class FunctionKind(enum.Enum):
-    """Kinds of torch functions. The kind determines how a function runs on a sharded tensor."""
+    """Kind of a torch function, which determines how the function runs on a sharded tensor."""
 
     LOCAL = "harmless: the same for a shard"
     ATTRIBUTE = "right: of the full tensor"
@@ -69,7 +69,7 @@ LOCAL = frozenset(
     "record_stream _amp_foreach_non_finite_check_and_unscale_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ "
     "__dir__".split()
 )
-"""Flags, hooks and fused updates, for which a shard behaves as the full tensor."""
+"""Flags, hooks and fused updates: functions for which a shard behaves as the full tensor."""
 
 SAME = frozenset(
     "detach clone alias contiguous get:data to cpu cuda float double half bfloat16 int long short char byte bool type "
@@ -150,7 +150,7 @@ ALSO_ELEMENTWISE = frozenset(
     "hardtanh hardsigmoid hardswish leaky_relu logsigmoid tanhshrink softsign softshrink hardshrink threshold "
     "sigmoid tanh ldexp float_power rsub constant zeros ones nan_to_num".split()
 )
-"""Elementwise functions without torch's tag, without a trailing underscore."""
+"""Elementwise functions that lack torch's tag `pointwise`. Names have no trailing underscore."""
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def _is_tagged(name: str, tag: torch.Tag) -> bool:
 
 @functools.cache
 def _is_view(name: str) -> bool:
-    """Return True if the result shares memory with an argument that the operator does not write to."""
+    """Return True if the result of an operator shares memory with an argument that it does not write to."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False
@@ -215,7 +215,7 @@ _NAMED: tuple[tuple[FunctionKind, Any], ...] = (
 
 
 def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int]:
-    """Return the order of dims that a call of `transpose`, `permute` or a similar function gives."""
+    """Return the new order of dims that a call of `transpose`, `permute` or a similar function produces."""
     probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
     if name.startswith("get:"):
         result = getattr(probe, name.removeprefix("get:"))
@@ -276,7 +276,7 @@ def reduce_locally(
         return total_value if name == "sum" else total_value / count
     if name in ("std", "var"):
         correction = _correction(rest, kwargs)
-        # Ranks subtract the mean from different elements.
+        # Ranks subtract the global mean from different elements.
         centred = value - spec.partial_gradient(total(value, True) / count, set(axes))
         variance = total(centred * centred.conj(), keep).real / max(count - correction, 0)
         return variance.sqrt() if name == "std" else variance
@@ -294,7 +294,7 @@ def _correction(rest: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _over_ranks(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return a function that reduces a stack of all ranks' results over dim 0."""
+    """Return a function that combines the ranks' results of a reduction, stacked along dim 0."""
     if "norm" in name:
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
         power = 2.0 if order is None or order == "fro" else float(order)

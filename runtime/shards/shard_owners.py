@@ -60,7 +60,7 @@ class ShardInfo:
 
     @cached_property
     def is_owner_in_stage(self) -> bool:
-        """True if this rank is the first of those ranks with its `pp` coordinate that store this shard."""
+        """True if no earlier rank with the same `pp` coordinate stores this shard."""
         return is_owner_at(self.stored, self.process.mesh, self.process.coordinates, (self.process.pp,))
 
     @cached_property
@@ -84,7 +84,7 @@ def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]
 
 
 _HOMES: Any = WeakIdKeyDictionary()
-"""{local parameter: its ShardInfo}. Keeps no parameter alive."""
+"""{local parameter: its ShardInfo}. It is a weak dict: it keeps no parameter alive."""
 
 
 def register_shard(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:

@@ -38,12 +38,12 @@ def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]
 
 
 def splits_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalSplits:
-    """Return the splits of a tensor as (split, shard index of the rank at `coordinates`)."""
+    """Return the splits of a tensor on the rank at `coordinates`, as (split, index of the rank's shard)."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in splits_of(stored, mesh)]
 
 
 def flattened_axes(program: Program) -> list[str]:
-    """Return the flattened mesh axes over which a program communicates or shards, sorted by name."""
+    """Return the flattened mesh axes (such as `dp_cp`) that a program uses, sorted by name."""
     nodes = (node for stage in program.stages for node in stage.graph.graph.nodes)
     axes = {axis for node in nodes if autopart_operator(node) != "axis_index" and (axis := axis_of(node)) is not None}
     axes |= {axis for stored in program.parameters.values() for axis, _ in splits_of(stored, program.mesh)}
@@ -92,7 +92,7 @@ def shard_parameters(
     Args:
         stages: stages that the rank runs. None: all stages.
         device: device of the local parameters. None: that of the model's parameters.
-        known: names of parameters that exist already, which are not created again.
+        known: names of parameters that exist already. They are not created again.
         weights: source of the values. None: the model.
     """
     source = dict(model.named_parameters(remove_duplicate=False))
@@ -186,7 +186,7 @@ def names_with_gradient(
 def join(
     local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
 ) -> dict[str, Tensor]:
-    """Return {name: full tensor} from the local tensors of all ranks, in one process.
+    """Return {name: full tensor}, given the local tensors of all ranks in one process.
 
     The result is that of `gather`, without communication. Names that no rank stores are left out.
 

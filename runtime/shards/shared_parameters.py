@@ -21,7 +21,7 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _SharedShard:
-    """This rank's shard of an original parameter, and its layout, as `parallelize(model)` made it.
+    """This rank's shard of an original parameter, and the layout that a partitioned module gave it.
 
     Attributes:
         kind: class name of the model.
@@ -35,11 +35,11 @@ class _SharedShard:
 
 
 _SHARED_SHARDS: Any = WeakIdKeyDictionary()
-"""{parameter of an original model: this rank's shards of it}. Keeps neither the parameter nor the shards alive."""
+"""{parameter of an original model: this rank's shards of it}. It keeps neither of them alive."""
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` if another partitioned module has created the shard, else None.
+    """Return this rank's shard of `full` that another partitioned module has created; else None.
 
     Modules that contain `model`, and submodules of `model`, are not considered. Raises LayoutError if the other module
     has another mesh or layout.
@@ -69,7 +69,7 @@ def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, me
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError for parameters of the original model, if all lack a gradient.
+    """Raise UsageError if parameters of the original model were passed and all lack a gradient.
 
     The user should pass the partitioned model's parameters, because only these get gradients.
 
@@ -102,11 +102,12 @@ class OriginalParams:
         self._versions: dict[str, tuple[weakref.ref[Tensor], int, Callable[[Tensor], bool]]] = {}
 
     def add(self, name: str, full: Tensor, is_equal: Callable[[Tensor], bool]) -> None:
-        """Watch a parameter of the original model for changes.
+        """Record a parameter of the original model, to detect later changes of it.
 
         Args:
-            is_equal: function that returns True if the local parameter equals its shard of a full tensor. After such a
-                change no warning is needed, for example if `full_state_dict()` was loaded into the original model.
+            is_equal: function that returns True if the local parameter equals its shard of a full tensor. A change that
+                makes them equal needs no warning, for example if `full_state_dict()` was loaded into the original
+                model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal

@@ -51,7 +51,7 @@ def check_model_hooks(model: nn.Module) -> None:
 
 
 def trained_names(model: nn.Module, program: Program, known: Collection[str], trained: Collection[str]) -> set[str]:
-    """Return the names of a new program's parameters that require a gradient in the original model.
+    """Return the names of the new program's parameters that require a gradient in the original model.
 
     Raises UsageError on every rank if a parameter was frozen or unfrozen since an earlier program.
 
@@ -83,7 +83,7 @@ def backward_error(
 
     Args:
         trained: names of parameters that were not frozen at the trace. Gradients of other parameters are not reduced.
-        in_step: the call is a `step`, which runs no hooks of the module.
+        in_step: True in a `step`, which runs no hooks of the module.
     """
     if in_step and module_hooks(module):
         return UsageError(
@@ -155,7 +155,7 @@ class DeferredHooks:
                     parameter.grad = changed
 
     def run_accumulate_hooks(self) -> None:
-        """Run the post-accumulate-grad hooks."""
+        """Run the post-accumulate-grad hooks on the step's complete gradients."""
         for parameter, hooks in zip(self.parameters, self._of_accumulation, strict=True):
             for hook in hooks.values() if parameter.grad is not None else ():
                 with full_values():

@@ -14,7 +14,7 @@ CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 
 
 def spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of `to`, with other spellings of `device` replaced by `device`.
+    """Return the arguments of `to`, with every other spelling of `device` replaced by `device`.
 
     For example, "cuda" is "cuda:0" if that is the current device, and "cpu:0" is "cpu".
     """
@@ -35,7 +35,7 @@ def _index(device: torch.device, current: int) -> int:
 
 
 def refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError if `fn`, applied to a tensor of this dtype and device, converts the tensor."""
+    """Raise UsageError if `fn` would convert a tensor of this dtype and device."""
     probe = torch.empty(0, dtype=dtype, device=device)
     converted = fn(probe)
     if converted is not probe:

@@ -1,7 +1,7 @@
 """Gradient scaling over all ranks: an infinity in one rank's shard of a gradient counts on every rank.
 
-`torch.amp.GradScaler` checks only the gradients of its rank. Then some ranks would take a step and others not, and
-their scales would differ. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
+`torch.amp.GradScaler` checks only the gradients of its rank. With it, only some ranks would take a step, and the scales
+of ranks would differ. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
     def get_scale(self) -> float:
         """Return the factor for the loss: a number, equal on every rank; 1 if the scaler is disabled."""
         if self.is_enabled():
-            self.scale(torch.zeros((), device=self.where))  # creates the scale, as the first loss would
+            self.scale(torch.zeros((), device=self.where))  # create the scale tensor, as scaling the first loss would
         return super().get_scale()
 
 
@@ -87,7 +87,7 @@ def _unscale(
     with inside(process, "unscaling of gradients"):
         reduce_over_all(flags, dist.ReduceOp.MAX, process)
     infinite, any_gradient = flags.tolist()
-    if not by_device and any_gradient:  # other ranks have some
+    if not by_device and any_gradient:  # gradients exist on other ranks
         return {process.device: torch.tensor(infinite, device=process.device)}
     for value in by_device.values():
         value.fill_(infinite)

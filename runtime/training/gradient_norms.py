@@ -40,7 +40,10 @@ from autopart.runtime.shards.shard_owners import (
 from autopart.runtime.shards.shared_parameters import check_not_originals
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of norms. Ranks exchange a set of these dtypes as an integer with one bit per dtype."""
+"""Dtypes that a norm can have.
+
+Ranks exchange a set of these dtypes as an integer with one bit per dtype.
+"""
 
 
 # --- The arithmetic, without process groups.
@@ -141,7 +144,7 @@ def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float =
 
 @dataclass(frozen=True)
 class NormShard:
-    """This rank's shard of a tensor in a norm: a parameter or gradient, and the parameter's shard info."""
+    """A shard that this rank adds to a norm (of a parameter or gradient), and the parameter's shard info."""
 
     tensor: Tensor
     shard_info: ShardInfo
@@ -149,7 +152,7 @@ class NormShard:
 
 @dataclass(frozen=True)
 class _Row:
-    """Values that each rank sends to all ranks to combine a norm.
+    """Values that each rank sends to all ranks, so that they can combine a norm.
 
     Attributes:
         present: 1 if the rank takes part.
@@ -256,7 +259,7 @@ def _stages(processes: Sequence[Process]) -> int:
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:
-    """Name a collective call in the watchdog's messages, for a `with` block."""
+    """Name the method `doing` in the watchdog's messages if a collective in this `with` block hangs."""
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
@@ -360,7 +363,10 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
 
 
 def _shard_infos_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
-    """Return {memory of a parameter or its gradient: shard info}, to identify a detached gradient."""
+    """Return {memory of a parameter or its gradient: shard info}.
+
+    With it, the parameter of a detached gradient is found.
+    """
     shard_infos = {}
     for parameter, shard_info in registered_parameters():
         if not shard_info.process.groups:

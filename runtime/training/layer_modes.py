@@ -1,4 +1,4 @@
-"""Train or eval mode, and attributes with immutable values, of a partitioned model's layers.
+"""Train or eval mode, and attributes with immutable values, of the layers of a partitioned model.
 
 Ranks compare these settings, because a call with other settings needs another program.
 """
@@ -41,7 +41,7 @@ class LayerModes:
         self._settings, self._text = Settings(), ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerModes:
-        """Return an object for a copy of the partitioned model. `attach` later connects it to that copy."""
+        """Return an unconnected object for a copy of the partitioned model. `attach` connects it to the copy."""
         copied = memo[id(self)] = LayerModes(self.source)
         return copied
 
@@ -66,7 +66,7 @@ class LayerModes:
 
     @property
     def settings(self) -> Settings:
-        """Layers whose mode is not the full model's, and attributes that differ from the original model's."""
+        """Layers whose mode differs from the model's, and attributes that differ from the original model's."""
         if self.changed:
             self._collect()
         return self._settings
@@ -167,7 +167,7 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
     """Yield a text for each layer whose mode differs from the model's mode.
 
-    The text is "encoder" if the modes of all layers inside it differ too. These layers get no text of their own. The
+    The text is "encoder" if the modes of all layers inside the encoder differ too; these layers then get no text. The
     text is "encoder itself" if some layer inside it has the model's mode.
 
     Args:
@@ -196,7 +196,7 @@ def _has_own_modes(layer: nn.Module) -> bool:
 
 def _mode_of(mode: bool = True) -> bool:
     if not isinstance(mode, bool):
-        raise ValueError("training mode is expected to be boolean")  # as torch says it
+        raise ValueError("training mode is expected to be boolean")  # torch's error text
     return mode
 
 

@@ -1,4 +1,4 @@
-"""Modules that represent a model and its layers, with their classes, modes and attributes."""
+"""Proxy modules for a model and its layers, with their classes, modes and attributes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from autopart.tracing.python.layer_settings import in_modes, is_plain
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _BUFFER_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
-"""Methods of torch's layers that also work on a LayerProxy: they write only buffers, which are replicated."""
+"""Methods of torch's layers that work on a LayerProxy too: they write only replicated buffers."""
 
 
 class ModuleProxy(nn.Module):
-    """A module that represents a model or layer. Users can set its mode and plain attributes only.
+    """A module that represents a model or a layer of it. Users can set only its mode and plain attributes.
 
     Attributes:
         _path: path of the layer in the model.
@@ -35,7 +35,7 @@ class ModuleProxy(nn.Module):
     _set: dict[str, Any]
 
     def _init_proxy(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
-        """Copy the mode of the original layer, and the names of its parameters and buffers that are None."""
+        """Copy from the original layer its mode, and the names of parameters and buffers that are None."""
         for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
             local.update({name: None for name, value in original.items() if value is None})
         self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
@@ -111,7 +111,7 @@ class ModuleProxy(nn.Module):
         _refuse_change("register_buffer()")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise UsageError, because stages are compiled by an option of `parallelize`."""
+        """Raise UsageError: the option `compile` of `parallelize` compiles the stages."""
         raise UsageError("pm.compile() compiles nothing", why="pm(...) runs the graphs of the stages, not the modules",
                          hint="parallelize(..., compile=True)")  # fmt: skip
 
@@ -177,7 +177,7 @@ class LayerProxy(ModuleProxy):
         root = self._modes.root
         if (
             root is None or args or kwargs.get("destination") is not None
-        ):  # called for the state dict of an enclosing module
+        ):  # torch calls this for the state dict of a module that contains this one
             return super().state_dict(*args, **kwargs)
         prefix, start = kwargs.pop("prefix", ""), f"{self._path}."
         of_model = root.state_dict(**kwargs)
@@ -290,7 +290,7 @@ def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the submodule that contains the tensor `name`, and the last component of `name`."""
     *path, last = name.split(".")
     for part in path:
-        # By the dict, because a component may have the name of an attribute of ParallelModule.
+        # `_modules`, not `getattr`: a component may have the name of an attribute of ParallelModule.
         child = root._modules[part]
         assert child is not None
         root = child

@@ -1,9 +1,8 @@
-"""Dynamic loss scaling in `step`, for float16 gradients, whose smallest positive value is 6e-8.
+"""Dynamic loss scaling in `step`, because the smallest positive float16 value is only 6e-8.
 
-The loss is multiplied by a scale before it is differentiated, and the gradients are divided by the scale. If a
-gradient of any rank is not finite, all gradients are dropped and the scale is halved. After many finite steps the
-scale is doubled (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). The constants are those of
-`torch.amp.GradScaler`.
+The loss is multiplied by a scale before it is differentiated, and the gradients are divided by the scale. If a gradient
+of any rank is not finite, all gradients are dropped and the scale is halved. After many finite steps the scale is
+doubled (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). The constants are those of `torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ from autopart.errors import RuntimeSetupError
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 
 STATE = "loss_scaling"
-"""Key of the scale in a state dict."""
+"""Key under which a state dict stores the scale."""
 
 
 @dataclass
 class LossScaling:
-    """Loss scale of the next step, equal on every rank. It is a power of two, so dividing by it is exact.
+    """Loss scale of the next step, equal on every rank.
+
+    It is a power of two, so that division by it is exact.
 
     Attributes:
         steps: number of steps since the scale changed.
@@ -88,7 +89,7 @@ class LossScalingMethods:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in the next `step`, which also divides the gradients by it.
+        """Factor of the loss in the next `step`, by which the step divides the gradients again.
 
         It is 1 without `precision="fp16"`.
         """

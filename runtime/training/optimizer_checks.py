@@ -1,4 +1,4 @@
-"""Reject optimizers that cannot work on the tensors that a rank stores, at the optimizer's first step.
+"""Rejection of optimizers that cannot train the shards of a rank, at the optimizer's first step.
 
 Elementwise optimizers, such as SGD and Adam, run on local shards. For all other optimizers, parameters behave as the
 full tensors, so that their sums and norms are correct. Under `pp` these optimizers must treat each tensor separately.
@@ -29,7 +29,7 @@ from autopart.runtime.shards.shared_parameters import check_not_originals
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
-"""Classes of torch.optim whose step of an element depends on that element only."""
+"""Classes of torch.optim that update each element without using other elements."""
 
 OF_A_TENSOR = {
     "muon": "it orthogonalises full matrices",
@@ -42,7 +42,10 @@ OF_A_TENSOR = {
     "adammini": "it keeps one step size for each block of a tensor",
     "^came$|^sm3": "it keeps means of a matrix's rows and columns",
 }
-"""{pattern of the class name, in lower case without underscores: why a shard of a tensor is not enough}."""
+"""{pattern of the class name: why a shard of a tensor is not enough}, for optimizers such as Muon.
+
+Patterns are in lower case without underscores.
+"""
 
 OF_THE_MODEL = {
     "lbfgs": "its step follows from all parameters together",
@@ -50,7 +53,10 @@ OF_THE_MODEL = {
     "^sam$": "it moves all parameters by the norm of all gradients",
     "zeroredundancy|localsgd": "it assumes equal parameters on every rank",
 }
-"""{pattern of the class name: why the parameters of one rank are not enough}."""
+"""{pattern of the class name: why the parameters of one rank are not enough}.
+
+Lists optimizers that need the parameters of all ranks, such as LBFGS.
+"""
 
 
 @cache
@@ -66,7 +72,7 @@ def step_on_shards(kind: Any) -> None:
 
     Hooks of the step are user code, in which parameters behave as full tensors.
     """
-    if getattr(kind.step, "hooked", False):  # torch has wrapped the class already, for an earlier optimizer
+    if getattr(kind.step, "hooked", False):  # torch has already wrapped the class when an earlier optimizer was created
         kind.step = kind.profile_hook_step(_on_shards(kind.step.__wrapped__))
         kind.step.hooked = True
     else:
@@ -145,7 +151,7 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer updates two halves of a matrix as it updates the full matrix.
+    """Return True if an optimizer gives equal results for a matrix and for its two halves.
 
     Tests this in three steps on a matrix, with the options of `optimizer`. The user's random state is not changed.
     Returns None if the test fails to run.
@@ -163,7 +169,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
 
 
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer updates two matrices together as it updates each matrix alone.
+    """Return True if an optimizer gives equal results for two matrices together and for each matrix alone.
 
     Tests this in three steps on two matrices, with the options of `optimizer`. The user's random state is not changed.
     Returns None if the test fails to run.
@@ -179,15 +185,15 @@ def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool
 
 
 def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return the changes that an optimizer makes to test matrices in three steps.
+    """Return the changes of test matrices in three steps of an optimizer.
 
     Args:
-        elements: determine the values and gradients of each matrix.
+        elements: numbers that determine the values and gradients of each matrix.
     """
     parameters = [nn.Parameter(element.sin()) for element in elements]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "lr" in options:
-        options["lr"] = 0.01  # a schedule may begin with 0
+        options["lr"] = 0.01  # a schedule may begin with learning rate 0
     accepted = inspect.signature(type(optimizer).__init__).parameters
     accepted_options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     kind: Any = type(optimizer)

@@ -29,7 +29,7 @@ class StepOptions:
         loss_scale: factor of the loss before it is differentiated. The returned loss is not multiplied.
         num_tokens: divisor of the sum of losses over labels. None: the number of labels in the batch that are not
             ignored.
-        outputs: return the model's outputs too.
+        outputs: True to return the model's outputs too.
     """
 
     loss_scale: float = 1.0
@@ -125,7 +125,7 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
-    """Make the loaded stages divide the sum of losses by `num_tokens`. A collective call.
+    """Make the stages of the current call divide the sum of losses by `num_tokens`. A collective call.
 
     Raises InputError on every rank if the loss is not a mean over labels. Raises it too if this batch has more than
     `num_tokens` labels.

@@ -13,7 +13,7 @@ from autopart.errors import UsageError
 from autopart.tracing.caller_modes import isolated_trace
 
 outside_inference_mode: Any = isolated_trace
-"""Context that leaves inference mode, for objects that a first call creates and later calls use (parameters)."""
+"""Context manager that leaves inference mode, to create objects that later calls use (parameters)."""
 
 
 @functools.cache

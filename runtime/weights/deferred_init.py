@@ -1,8 +1,8 @@
 """Deferred initialisation: run a constructor with few parameters in memory, and keep only shards.
 
-The constructor runs unmodified, with the random numbers of a run on one device. While it fills some parameters,
-earlier parameters are freed, except this rank's shards of them. If the constructor fills a freed parameter again
-(transformers does so at the end), the parameter gets new memory.
+The constructor runs unmodified, with the random numbers of a run on one device. While it fills some parameters, earlier
+parameters are freed, except this rank's shards of them. If the constructor fills a freed parameter again (transformers
+does so at the end), the parameter gets new memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from autopart.compat.torch_internals import TorchDispatchMode, operator_name, tr
 from autopart.ir.sharding import DimSharding, local_shard_of
 
 LocalSplits = Sequence[tuple[DimSharding, int]]
-"""[(split, index of the shard)] of a tensor; empty if it is unsharded."""
+"""Splits of a tensor that give this rank's shard: [(split, index of the shard)].
+
+Empty if it is unsharded.
+"""
 FREED_BYTES = 2**26
 Build = Callable[[], nn.Module]
 Shard = Callable[[Sequence[str], Tensor], dict[str, Tensor]]
@@ -35,7 +38,7 @@ _FILLS = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"}
     | {"uniform_", "zero_"}
 )
-"""Operators that overwrite a tensor and do not read it."""
+"""Operators that overwrite a tensor without reading it."""
 _READ_SHAPE = frozenset(
     {"detach", "empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"}
     | {"rand_like", "randn_like", "zeros_like"}
@@ -60,9 +63,7 @@ def constructor_of(model: nn.Module) -> Build | None:
     except (TypeError, ValueError):
         return None
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if (
-        getattr(config, "dtype", None) != dtype
-    ):  # if the config has that dtype, the model was created in it (`from_config`)
+    if getattr(config, "dtype", None) != dtype:  # a config with a dtype: `from_config` created the model in this dtype
         dtype = None
 
     def build() -> nn.Module:
@@ -73,12 +74,12 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a model's constructor from the current state of torch's CPU generator.
+    """Runs a model's constructor, starting from the current state of torch's CPU generator.
 
-    Afterwards the state is restored.
+    Afterwards the state of the generator is restored.
 
     Args:
-        draws_matter: random values in buffers must equal those of a run on one device.
+        draws_matter: True if random values in buffers must equal those of a run on one device.
 
     Attributes:
         buffers: {name: tensor} of the constructed model's buffers and plain tensor attributes.
@@ -191,7 +192,7 @@ class _OneAtATime(TorchDispatchMode):
         self.order, self.shard = order, shard
         self.registered: list[nn.Parameter] = []
         self._tracked: dict[int, _Tracked] = {}
-        self._open: dict[int, int] = {}  # {storage: its bytes}, most recently used last
+        self._open: dict[int, int] = {}  # {storage in memory: its bytes}, most recently used last
         self._freed_bytes = 0
         self.problem = ""
 
@@ -301,5 +302,5 @@ def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[s
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage; 0 if it has none."""
+    """Return an identifier of a tensor's storage; 0 for a tensor without storage."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

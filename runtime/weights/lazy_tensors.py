@@ -1,4 +1,4 @@
-"""Lazy tensors: tensors of known shape that stay in files. Rectangular slices of them can be read.
+"""Lazy tensors: tensors of known shape whose values stay in files, until rectangular slices are read.
 
 A model library converts a checkpoint to its model by calling functions of torch. For example, it stacks experts,
 concatenates gate and up projections, splits a fused projection, or transposes. A `LazyTensor` implements these

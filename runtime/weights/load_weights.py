@@ -30,8 +30,10 @@ from autopart.tracing.meta_copy import CannotCopy, has_memory, meta_copy_of
 INIT = "init"
 SUBJECT = "weights="
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-"""Dtypes that are converted into each other. 8-bit types of quantized checkpoints need their scales, so they are
-not."""
+"""Dtypes between which weights are converted on loading.
+
+8-bit dtypes of quantized checkpoints are not included, because they need their scales.
+"""
 COMPARED_BYTES = 2**24
 
 
@@ -87,7 +89,7 @@ class Weights:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """Return the user's model and its parameter `name`; None if the user has deleted the model."""
+        """Return the user's model and its parameter `name`. None if the user has deleted the model."""
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
@@ -199,11 +201,9 @@ class Checkpoint:
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
-        """Record the file tensor of each tensor of the model.
+        """Record, for each tensor of the model, its tensor in the files. Return the names that the files lack.
 
         The files may have a tied tensor under any of its names.
-
-        Returns the names of tensors that the files lack.
         """
         self._tensors, missing = dict(tensors), []
         for names in _names_of_each(model):
@@ -281,7 +281,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
-    """Return a warning about tensors whose dtype is converted on loading, as a list with one text or none."""
+    """Return a warning that lists tensors whose dtype is converted on loading: a list of at most one text."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
@@ -306,7 +306,7 @@ def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[s
 
 
 def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the model with meta parameters, and `non_parameters` as its other tensors.
+    """Return a copy of the model with parameters on meta, and `non_parameters` as its other tensors.
 
     Raises CheckpointError if a buffer or other tensor has no values.
     """
@@ -318,7 +318,7 @@ def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Mo
         value = non_parameters.get(name)
         if id(tensor) in twins:
             continue
-        if tensor.requires_grad and not tensor.is_leaf:  # a hook computes it before every forward
+        if tensor.requires_grad and not tensor.is_leaf:  # a hook computes this tensor before every forward
             twins[id(tensor)] = emptied(tensor.detach(), _real_device(tensor))
         elif value is not None and value.shape == tensor.shape:
             twins[id(tensor)] = value.detach().to(_real_device(tensor), tensor.dtype, copy=True)

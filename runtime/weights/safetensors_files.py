@@ -21,7 +21,10 @@ from autopart.runtime.weights.lazy_tensors import LazyTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAPPED_BYTES = 2**26
-"""Maximum bytes of mapped files in memory, or the bytes of the largest tensor if that is larger."""
+"""Maximum bytes of file pages that stay in memory.
+
+If the largest tensor has more bytes, its bytes are the maximum.
+"""
 _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
 
 
@@ -69,7 +72,10 @@ class SafetensorsFiles:
         return self._file(file).get_slice(name)[window]
 
     def _add(self, file: Path, listed: Sequence[str] | None) -> list[str]:
-        """Add the tensors of a file. Return the lines that describe the file in the digest."""
+        """Add the tensors of a file.
+
+        Return lines of text that describe them, for the digest that ranks compare.
+        """
         opened = self._file(file)
         names = sorted(opened.keys())
         absent = sorted(set(listed or ()) - set(names))

@@ -42,7 +42,7 @@ def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, La
         for pattern in entry.source_patterns
     }  # fmt: skip
     wanted, prefix = model.state_dict(), model.base_model_prefix
-    # One entry per target that a conversion names first, as in from_pretrained.
+    # A conversion with several targets has one entry, under its first target, as in from_pretrained.
     transforms: dict[str, Any] = {}
     extra = []
     for name in sorted(tensors, key=loading.dot_natural_key):
@@ -74,7 +74,7 @@ def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTenso
         except UnsupportedByLazyTensor as error:
             problems[target] = f"{error} of '{sources[0]}'"
             continue
-        except Exception as error:  # the library's functions, for tensors that do not fit together
+        except Exception as error:  # transformers' functions may raise anything for tensors that do not fit together
             problems[target] = f"{type(error).__name__}: {error}, of '{sources[0]}'"
             continue
         tensors.update({name: value[0] if isinstance(value, list) else value for name, value in converted.items()})
