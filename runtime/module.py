@@ -58,7 +58,7 @@ from autopart.runtime.training.loss_scaling import LossScaling, LossScalingMetho
 from autopart.runtime.training.mesh_methods import MeshMethods
 from autopart.runtime.training.module_methods import ModuleMethods, patch_wrappers
 from autopart.runtime.training.step_options import StepOptions
-from autopart.runtime.training.surrounding_code import explain_backward, outside_inference_mode, run_uncompiled
+from autopart.runtime.training.surrounding_code import bind_calls, explain_backward, outside_inference_mode
 from autopart.runtime.training.sync_methods import SyncMethods
 from autopart.runtime.weights.load_weights import Weights
 from autopart.tracing.call_cache import MAX_CALLS, Recent, format_call
@@ -177,8 +177,7 @@ class ParallelModule(
         self._local_buffers: dict[str, Tensor] = {}
         self._extra_state = extra_state(model)
         connect_state_dicts()
-        kind: Any = type(self)
-        run_uncompiled(kind, ("forward", "step", "flush"))
+        bind_calls(self, model)
         self._copies: dict[
             int, Tensor
         ] = {}  # keys are ids of the model's buffers, so that a buffer with two names stays one tensor

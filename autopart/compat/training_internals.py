@@ -112,13 +112,16 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[tor
 
 
 def before_wrappers(check: Callable[[Any, str], None]) -> None:
-    """Call `check` before DDP, DataParallel, FSDP or `fully_shard` wraps a module.
+    """Call `check` before DDP, DataParallel, FSDP, `fully_shard` or `torch.compile` wraps a module.
 
     Args:
         check: function of the module (or list of modules) and the wrapper's name; called before any communication.
     """
     for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _check_first(kind, check)
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # `torch.export` has imported it
+    if dynamo is not None:
+        _check_first(dynamo.OptimizedModule, check)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # its import takes long: only if the user imported it
     if fsdp is not None and _FullyShard.own is None:
         _check_first(fsdp.FullyShardedDataParallel, check)

@@ -16,7 +16,7 @@ CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 def spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of `to`, with every other spelling of `device` replaced by `device`.
 
-    For example, "cuda" is "cuda:0" if that is the current device, and "cpu:0" is "cpu".
+    For example, "cuda" is "cuda:0" if that is the current device, and "cpu:1" is "cpu".
     """
     named = {name: device if _is_device(value, device) else value for name, value in kwargs.items()}
     return [device if _is_device(value, device) else value for value in args], named
@@ -26,6 +26,8 @@ def _is_device(value: Any, device: torch.device) -> bool:
     if not isinstance(value, (str, int, torch.device)) or isinstance(value, bool):
         return False
     requested = torch.device(device.type, value) if isinstance(value, int) else torch.device(value)
+    if requested.type == device.type == "cpu":
+        return True  # torch has one CPU device: "cpu:1", which accelerate passes to rank 1, has the tensors of "cpu"
     current = torch.cuda.current_device() if device.type == "cuda" else 0
     return requested.type == device.type and _index(requested, current) == _index(device, current)
 

@@ -336,6 +336,10 @@ def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
         return static
     if name.startswith("_"):
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
+    if static is None and type(layer).__getattr__ is not nn.Module.__getattr__:  # PEFT forwards to the inner model
+        value = getattr(layer, name, None)
+        if value is not None and not callable(value) and not isinstance(value, (Tensor, nn.Module)):
+            return value
     if callable(static) and isinstance(layer, _CONTAINERS):
         raise MissingAttribute(
             f"a partitioned {kind} has no {name}()", why="the program was traced with the layers that the model had",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import is_
@@ -19,6 +21,12 @@ from autopart.runtime.training.layers import ModuleProxy, add_layers, attribute_
 from autopart.runtime.training.loss_scaling import LossScaling
 from autopart.tracing.meta_copy import Source
 
+COMPILED = (
+    "torch.compile() of a partitioned model compiles nothing: its stages are graphs that autopart runs itself. "
+    "Use parallelize(..., compile=True)."
+)
+READ_METHODS = ("num_parameters", "get_input_embeddings", "get_output_embeddings")
+"""Methods of transformers models that read only shapes and layers. They run on the model without its weights."""
 _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies", "_modes")
 
 
@@ -94,6 +102,13 @@ class ModuleMethods(ModuleProxy):
             refuse_conversion(fn, dtype, self.__dict__["_process"].device)
         return self
 
+    def __copy__(self) -> NoReturn:
+        raise UsageError(
+            "copy.copy() of a partitioned model is not supported",
+            why="both would write to the same parameters and gradients, and count steps separately",
+            hint="copy.deepcopy(pm), which has separate parameters",
+        )
+
     @on_local_values
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.__dict__["_program"] is None:
@@ -132,7 +147,23 @@ class ModuleMethods(ModuleProxy):
                 return own[name]
             if name.startswith("_") or source is None:
                 raise
+        if name in READ_METHODS and callable(getattr(source.model, name, None)):
+            return functools.partial(self._read, name)
         return attribute_of(source.model, name)
+
+    def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run one of READ_METHODS on the original model. Replace a returned layer by the layer of `self`."""
+        model = self.__dict__["_source"].model
+        needed = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
+        try:
+            for path, parameter in self._local_parameters.items():
+                model.get_parameter(path).requires_grad_(parameter.requires_grad)
+            result = getattr(model, name)(*args, **kwargs)
+        finally:
+            for path, needs_grad in needed.items():
+                model.get_parameter(path).requires_grad_(needs_grad)
+        paths = {id(layer): path for path, layer in model.named_modules()}
+        return self.get_submodule(paths[id(result)]) if isinstance(result, nn.Module) else result
 
     def __getitem__(self, index: Any) -> Any:
         """Return a layer, as `model[index]` does, if the model has numbered layers."""
@@ -147,15 +178,22 @@ class ModuleMethods(ModuleProxy):
 
 
 def patch_wrappers() -> None:
-    """Make DDP, FSDP and similar wrappers reject partitioned models.
+    """Make DDP, FSDP and similar wrappers reject partitioned models, and `torch.compile` warn.
 
-    They would treat this rank's shards as full parameters.
+    DDP and FSDP would treat this rank's shards as full parameters.
     """
     before_wrappers(refuse_wrapper)
 
 
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
-    """Raise UsageError if one of the modules to wrap is, or contains, a partitioned model."""
+    """Raise UsageError if one of the modules to wrap is, or contains, a partitioned model.
+
+    `torch.compile` of a partitioned model only warns: the result runs the partitioned model uncompiled.
+    """
+    if wrapper == "OptimizedModule":
+        if isinstance(modules, ModuleMethods):
+            warnings.warn(COMPILED, stacklevel=6)
+        return
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
         if partitioned_in(module) is not None or isinstance(module, ModuleProxy):
             raise UsageError(

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopart.errors import UsageError
 from autopart.tracing.caller_modes import isolated_trace
 
 outside_inference_mode: Any = isolated_trace
 """Context manager that leaves inference mode, to create objects that later calls use (parameters)."""
+
+
+def bind_calls(module: Any, model: nn.Module) -> None:
+    """Exclude calls of a partitioned model from `torch.compile`, and sign its `forward` as the model's."""
+    kind: Any = type(module)
+    run_uncompiled(kind, ("forward", "step", "flush"))
+    module._signed_forward = forward_signed_as(kind, model)
 
 
 @functools.cache
@@ -25,6 +34,39 @@ def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
     reason = "stages of a partitioned model are compiled by parallelize(..., compile=True)"
     for method in methods:
         setattr(kind, method, torch.compiler.disable(getattr(kind, method), reason=reason))
+    kind.forward = SignedForward(kind.forward)  # type: ignore[attr-defined]
+
+
+class SignedForward:
+    """Descriptor of `forward`: `inspect.signature(pm.forward)` is the signature of the user's model.
+
+    Libraries read it to select the columns of a dataset and the keyword arguments of a model.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Callable[..., Any]:
+        if module is None:
+            return self.function
+        return types.MethodType(module.__dict__.get("_signed_forward", self.function), module)
+
+
+def forward_signed_as(kind: type[nn.Module], model: nn.Module) -> Callable[..., Any]:
+    """Return a copy of the function `kind.forward` that has the signature of `model.forward`."""
+    function: Any = kind.forward
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a forward in C++ or TorchScript
+        return function
+    signed = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    signed.__dict__.update(function.__dict__)
+    module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
+    signed.__signature__ = signature.replace(parameters=[module, *own])  # type: ignore[attr-defined]
+    return signed
 
 
 @functools.cache
