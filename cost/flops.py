@@ -53,7 +53,7 @@ def counted_flops(node: fx.Node) -> int:
 
 
 def _known(node: fx.Node) -> Any:
-    """Return a node's traced value, or 0 if it has none.
+    """Return the traced value of a node, or 0 for a node without one.
 
     Integers that differ by rank have no traced value. Shapes do not depend on them.
     """

@@ -1,4 +1,4 @@
-"""Error for a plan that needs more memory than a rank has, and advice on options that need less."""
+"""Error for a plan that needs more memory than a rank has, with advice on options that need less."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import FLUSHING, MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, Schedule
 
 SEARCH_S = 10.0
-"""Seconds of processor time after which `does_not_fit` estimates the memory of no further change."""
+"""Seconds of processor time after which `does_not_fit` stops estimating the memory of changes."""
 
 TRIES = 5
 """Maximum number of changes whose memory `helpful_remedies` estimates."""
 
 MOST_TENSOR_RANKS = 8
-"""Assumed number of ranks in a node. A mesh with this many `tp` ranks is enlarged along `pp` instead of `tp`."""
+"""Assumed number of ranks in a node.
+
+A mesh that already has this many `tp` ranks is enlarged along `pp`, not along `tp`.
+"""
 
 _KIND_NAMES = {
     "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
@@ -30,8 +33,10 @@ _KIND_NAMES = {
 }  # fmt: skip
 
 Estimate = Callable[[Mesh, Mapping[str, Any]], Sequence[RankMemory]]
-"""Function of a mesh and {option: new value} that returns the memory of all ranks. Raises AutopartError if no plan
-exists."""
+"""Function that returns the memory of all ranks, given a mesh and {option: new value}.
+
+It raises AutopartError if no plan exists.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,9 @@ def does_not_fit(
 
 
 def _memory_text(rank: RankMemory) -> str:
-    """Format a rank's memory by kind, the largest kind first.
+    """Format a rank's memory by kind, largest first: `activations of 4 microbatches in flight 3.41 GB`.
 
-    Kinds below 1 % of the total are left out. Example: `activations of 4 microbatches in flight 3.41 GB, ...`.
+    Kinds below 1 % of the total are left out.
     """
     count = sum(rank.in_flight.values())
     flight = f"activations of {count} microbatch{'es' * (count != 1)} in flight"
@@ -132,8 +137,8 @@ def _option_changes(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Map
 def quick_remedies(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
     """Yield the few changes that save the most memory: `zero=3`, `recompute='full'` and more ranks.
 
-    First come single changes of options on the requested mesh. Then come both options together: on the requested
-    mesh, on twice as many ranks, and on eight times as many ranks.
+    The order is: each option alone on the requested mesh, then both options together on the requested mesh, on twice as
+    many ranks, and on eight times as many ranks.
     """
     changes: list[tuple[str, dict[str, Any]]] = []
     if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
@@ -154,7 +159,7 @@ def quick_remedies(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Reme
 
 
 def helpful_remedies(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
-    """Return texts on the changes that need less than `needed` bytes. End with the first change that fits.
+    """Return texts of the changes that need less than `needed` bytes, up to the first change that fits.
 
     A change fits if the fullest rank needs at most `limit` bytes. The search ends after `TRIES` changes, not after a
     time, so that all processes return the same texts.
@@ -175,7 +180,7 @@ def _tried(remedies: Iterable[Remedy], total: int, estimate: Estimate) -> Iterat
     for way in remedies:
         try:
             less = fullest(estimate(way.mesh, way.options)).total
-        except AutopartError:  # no plan exists with this change
+        except AutopartError:  # this change has no plan
             continue
         if less < total:
             yield way, less

@@ -11,8 +11,11 @@ from autopart.errors import OptionError
 from autopart.ir.run.report_terms import MEMORY_KINDS
 
 OPTIMIZER_VALUES = 2
-"""Values per parameter that the optimizer stores, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
-2019). Plain SGD stores none; an optimizer with master weights of higher precision stores more."""
+"""Values per parameter that the optimizer stores, in the parameter's dtype.
+
+They are AdamW's two moments (Loshchilov & Hutter 2019). Plain SGD stores no values. An optimizer with master weights of
+higher precision stores more.
+"""
 
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

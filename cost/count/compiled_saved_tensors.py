@@ -38,7 +38,7 @@ SMALL = 4
 """An output with less than 1 / `SMALL` of the bytes of its operator's inputs is saved, not recomputed."""
 
 FARTHER = 1.1
-"""Factor by which the cost of saving a buffer grows with each operator between it and the backward."""
+"""Factor on the cost of saving a buffer, for each operator between the buffer and the backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +53,14 @@ class _ExtraSaved:
 
 Piece = MemoryBuffer | _ExtraSaved
 Edges = Mapping[Piece, list[MemoryBuffer] | None]
-"""{buffer: the buffers from which it is computed, without parameters and gathered weights}. None: the buffer is never
-recomputed."""
+"""{buffer: the buffers from which it is computed}, without parameters and gathered weights.
+
+The value is None for a buffer that is never recomputed.
+"""
 
 
 def with_compiled(walk: Liveness) -> Liveness:
-    """Return a stage's liveness analysis with the analysis of its compiled graph in `compiled`.
+    """Return a stage's liveness analysis, extended by that of the stage's compiled graph (`compiled`).
 
     In the result, an operator's saved tensors (`keeps`, `others`) are all tensors that its compiled backward needs.
     Tensors from which the backward recomputes values are included. Values that are not materialised have 0 bytes.
@@ -67,7 +69,7 @@ def with_compiled(walk: Liveness) -> Liveness:
 
 
 class _Compiled:
-    """Saved tensors and materialised values of the compiled graph of one stage."""
+    """Analysis of the compiled graph of one stage: the tensors that it saves, the values in memory."""
 
     def __init__(self, eager: Liveness):
         self.eager, self.alive = eager, eager.reached()
@@ -99,7 +101,7 @@ class _Compiled:
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
 
     def _in_backward(self) -> dict[fx.Node, list[Piece]]:
-        """Return {operator: buffers that its backward reads}, without parameters and gathered weights."""
+        """Return {operator: buffers that its backward reads}. Parameters and gathered weights are left out."""
         reads: dict[fx.Node, list[Piece]] = {}
         for node in self.calls:
             if node in self.alive:
@@ -123,7 +125,7 @@ class _Compiled:
         return signs
 
     def _reused_values(self) -> dict[MemoryBuffer, bool]:
-        """Find values that a fusible operator reads again after an unfusible operator has run.
+        """Find values that are read by a fusible operator both before and after an unfusible operator runs.
 
         Returns {buffer: False} for each such value, and {buffer: True} for the outputs of the operators that read it
         again. The backward never recomputes these outputs.
@@ -174,7 +176,7 @@ class _Compiled:
         return forced
 
     def _sources(self) -> dict[Piece, list[MemoryBuffer]]:
-        """Return {buffer: buffers from which it is computed}, without parameters and gathered weights."""
+        """Return {buffer: buffers from which it is computed}. Parameters and gathered weights are left out."""
         sources: dict[Piece, list[MemoryBuffer]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
@@ -214,7 +216,7 @@ class _Compiled:
         return away
 
     def _is_materialised(self, piece: Piece) -> bool:
-        """Return True if a value must be materialised: it has no user, or one that cannot be fused with it."""
+        """Return True if a value must be written to memory, because it is not fused into all its users."""
         return isinstance(piece, MemoryBuffer) and not (
             self.users.get(piece) and all(map(self.joined, self.users[piece]))
         )

@@ -21,7 +21,7 @@ def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
 
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
-    """Return {`dp_sync` method that replaces the all-reduce: bytes of the rank's parameters that use it}.
+    """Return the bytes of the rank's parameters that each `dp_sync` method synchronizes.
 
     Parameters whose gradients are all-reduced are left out.
     """

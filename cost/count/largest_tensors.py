@@ -44,6 +44,6 @@ def largest_tensors(
 
 
 def _named(node: fx.Node) -> str:
-    """Format a node as its module path and operator: `model.layers.*.mlp (linear)`."""
+    """Return a text for a node, with module path and operator: `model.layers.*.mlp (linear)`."""
     path = pattern_of(facts(node).get("key", "").rsplit("/", 1)[0])
     return f"{path} ({short_name(node)})" if path else short_name(node)

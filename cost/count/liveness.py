@@ -42,7 +42,7 @@ class Backward(NamedTuple):
     Args:
         rerun: operators that are recomputed right before this backward.
         made: buffers whose gradients it allocates.
-        further: values that already have a gradient, to which this backward adds another gradient.
+        further: values that already have a gradient, to which this backward adds another one.
         done: buffers whose gradients it frees.
         whole: {parameter whose gradient this backward completes: its buffer}. The buffer is None if the gradient is a
             view of another gradient.
@@ -57,7 +57,7 @@ class Backward(NamedTuple):
 
 
 def forward_steps(walk: Liveness, kept: Set[MemoryBuffer]) -> Iterator[Forward]:
-    """Yield the buffers that each node allocates and frees, in forward order.
+    """Yield, for each node in forward order, the buffers that it allocates and frees.
 
     Args:
         walk: liveness analysis of the stage.
@@ -107,5 +107,5 @@ def backward_steps(walk: Liveness, alive: Set[fx.Node]) -> Iterator[Backward]:
 
 
 def _key(node: fx.Node) -> Any:
-    """Return the key of a value: the name of a parameter, or the node of any other value."""
+    """Return a dictionary key of a value: the name of a parameter, or the node of any other value."""
     return str(node.target) if node.op == "get_attr" else node

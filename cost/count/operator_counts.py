@@ -1,7 +1,7 @@
-"""Kernels and collectives of every operator of a stage for one microbatch, counted from local shapes.
+"""Work of the operators of a stage for one microbatch: kernels and collectives, from local shapes.
 
-The FLOPs of a matrix product are those that torch counts for the local shapes. All other operators are counted by
-their memory traffic. The forward of a view allocates nothing and costs nothing.
+The FLOPs of a matrix product are those that torch counts for the local shapes. All other operators are counted by their
+memory traffic. The forward of a view allocates nothing and costs nothing.
 
 The gradient of each operand of a matrix product costs as much as the product. Fused attention recomputes its scores
 (Dao et al. 2022, arXiv:2205.14135, section 3.1): five products in backward, two in forward. The backward of all other
@@ -33,7 +33,7 @@ from autopart.ir.trace import Trace
 from autopart.ops.operators import is_cast
 
 _SUMMED = 3
-"""Memory traffic of the addition of two gradients, in values per element: two reads and one write."""
+"""Number of values that adding two gradients reads or writes per element: two reads and one write."""
 
 
 class OperatorWork(NamedTuple):
@@ -174,7 +174,7 @@ class _Counter:
             return self._conversion(node, name)
         if name in ROTATING:
             return self._rotation(node)
-        if is_cast(node):  # counted with the parameter: `table_rows.Parameter.cast`
+        if is_cast(node):  # `table_rows.Parameter.cast` counts it
             return OperatorWork(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
@@ -271,7 +271,7 @@ class _Counter:
         if self.fuses or not notes.is_arithmetic:
             return (Work("other", Size.sum((written, saved, *grads))),)
         small = [size for size in grads if size.value < written.value]
-        works = [Work("other", written + size) for size in small]  # reduced over the broadcast dims
+        works = [Work("other", written + size) for size in small]  # the gradient is reduced over the broadcast dims
         if notes.gradients == "handed on":
             return tuple(works)
         return (*works, Work("other", written * 2.0 + saved * (1 / len(grads)), times=float(len(grads)),
@@ -331,16 +331,16 @@ class _Counter:
         return OperatorWork(node, (one,), parts[False], parts[True])
 
     def _width(self, query: fx.Node) -> Size:
-        """Return the head width of attention as a `Size`. It does not depend on the mesh or the batch."""
+        """Return the head width of attention as a `Size`. It is constant: no mesh or batch size changes it."""
         return Size.of(float(self.walk.values[query].form.shape[-1]), Exponents())
 
     def _row(self, node: fx.Node) -> int:
-        """Return the number of elements in a row of a node's local value, or 0 if the value is not a matrix."""
+        """Return the number of elements in a row of a node's local matrix; 0 if its value is not a matrix."""
         found = self.walk.values[node]
         return found.form.shape[-1] if isinstance(found, LocalValue) and len(found.form.shape) > 1 else 0
 
     def _queries(self, node: fx.Node) -> Size:
-        """Return the number of queries of attention as a `Size`.
+        """Return the number of queries of attention as a `Size` (a polynomial in batch and sequence).
 
         The number scales with the sequence if the FLOPs of the attention do.
         """
@@ -376,7 +376,7 @@ class _Counter:
         return NOTHING if less.b or less.s else Size.of(number / (2 * max(1, elements)), less)
 
     def _made(self, node: fx.Node) -> Size:
-        """Return the bytes of the new buffers that a call writes, as a `Size`."""
+        """Return the bytes that a call writes to new buffers, as a `Size`."""
         result = self.walk.values[node]
         values = result if isinstance(result, tuple) else (result,)
         written = {v.memory for v in values if isinstance(v, LocalValue) and v.memory.made_by is node}

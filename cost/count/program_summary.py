@@ -1,4 +1,4 @@
-"""Summary of a program for its plan: stages, collectives with their bytes, predicted cost."""
+"""Summary of a program that its plan stores: stages, collectives with their bytes, predicted cost."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def _moves(program: Program) -> Iterator[_Move]:
                     yield _Move(stage.index, _module_of(node), axis, "", backward, sent, times(node))
                 continue
             sides = (node, node.args[0]) if backward else (node,)
-            size = summed = max(size_bytes(n) for n in sides)  # the larger side is the full array
+            size = summed = max(size_bytes(n) for n in sides)  # the larger of input and output is the full array
             if node.kwargs:  # a parameter in mixed precision
                 elements, out_dtype = max(value(n).numel() for n in sides), value(node).dtype
                 size, summed = (
                     elements * dtype.itemsize for dtype in (out_dtype, node.kwargs.get("grad_dtype") or out_dtype)
                 )
-            if forward == "all_to_all":  # both sides are shards, so the full array is larger by the axis
+            if forward == "all_to_all":  # input and output are shards: the full array has all ranks' shards
                 size, summed = (one * program.mesh.size(axis) for one in (size, summed))
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
@@ -119,7 +119,10 @@ def _scattered_bytes(node: fx.Node, program: Program) -> int:
 
 
 def _is_saved(weight: fx.Node) -> bool:
-    """Return True if the backward reads a gathered weight, to compute the gradient of another operand."""
+    """Return True if the backward reads a gathered weight, to compute the gradient of another operand.
+
+    Only then does the backward need the unsharded weight.
+    """
     for user in weight.users:
         others = [n for n in user.all_input_nodes if n is not weight and isinstance(n.meta.get("val"), torch.Tensor)]
         if not others and _is_saved(user):
@@ -130,7 +133,7 @@ def _is_saved(weight: fx.Node) -> bool:
 
 
 def _module_of(node: fx.Node) -> str:
-    """Return the path of the module that a node of a stage graph is in.
+    """Return the path of the module to which a node of a stage graph belongs.
 
     If the node processes a parameter, this is the module that owns the parameter.
     """
@@ -151,7 +154,9 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return, for each stage but the first, all bytes that it receives, and those that can be shards.
+    """Return, for each stage but the first, the bytes that it receives.
+
+    Each entry has all bytes, and the bytes that can be sent as shards.
 
     Args:
         program: a program whose stages send full values, not shards.
@@ -184,7 +189,7 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
 
 
 def _methods(trace: Trace, program: Program) -> list[Collective]:
-    """Return the collectives of the `dp_sync` methods that replace the gradient all-reduce, per step.
+    """Return the collectives per step of `dp_sync` methods, which replace the gradient all-reduce.
 
     If a collective runs only in some steps, its bytes are averaged over all steps.
     """
@@ -201,7 +206,7 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
 def _zero_collectives(trace: Trace, program: Program) -> list[Collective]:
     """Return the collectives that ZeRO runs once per step: all-gathers of parameters.
 
-    With ZeRO 1, reduce-scatters of gradients are included.
+    Reduce-scatters of gradients are included only with ZeRO 1.
     """
     mesh, whole, trained = program.mesh, Counter[str](), Counter[str]()
     for name, way in unsharded_for_step(program, program.stages).items():
@@ -224,8 +229,9 @@ def _zero_collectives(trace: Trace, program: Program) -> list[Collective]:
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
     """Return one mapping per stage: first and last operator, FLOPs, parameters, received values, blocks.
 
-    FLOPs are those of the forward on the global batch. If the program has a tail, the mapping of the last stage has an
-    entry `tail`: the tail's first operator, FLOPs and received values. The stage's FLOPs do not include the tail's.
+    FLOPs are those of the forward on the global batch. The tail is the part of a model that runs once for all
+    microbatches. If there is one, the mapping of the last stage has an entry `tail`: the tail's first operator, FLOPs
+    and received values. The stage's FLOPs do not include the tail's.
     """
     rows, moves = [], list(_moves(program))
     for stage in program.stages[: program.num_stages]:

@@ -90,7 +90,7 @@ class SavedTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Effect:
-    """Outputs, buffers, saved tensors and workspace of an operator call.
+    """Memory effects of an operator call: outputs, buffers, saved tensors and workspace.
 
     Args:
         made: the call's result with a `TensorIndex` in place of every tensor.
@@ -120,14 +120,17 @@ class TensorIndex:
 
 @dataclass
 class EffectCache:
-    """Cache of the `Effect` of operator calls. The key is the operator and the specs of the arguments."""
+    """Cache of the `Effect` (outputs, buffers, saved tensors) of operator calls.
+
+    The key is the operator and the specs of the arguments.
+    """
 
     effects: dict[Hashable, Effect] = field(default_factory=dict)
 
     def effect(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
         """Return the outputs, buffers and saved tensors of `target(*args, **kwargs)`.
 
-        The arguments have a `TensorSpec` in place of every tensor. Raises the operator's own errors on fake tensors.
+        The arguments have a `TensorSpec` in place of every tensor. Raises any error of the operator on fake tensors.
         """
         key = (target, _hashable(args), _hashable(kwargs))
         if key not in self.effects:
@@ -182,7 +185,7 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
-    """Return the peak bytes of new memory of a backward, or 0 if it cannot run without values."""
+    """Return the peak bytes of new memory of a backward, or 0 if the backward cannot run on fake tensors."""
     outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     towards = [tensor for tensor in inputs if tensor.requires_grad]
     if not outputs or not towards:
@@ -223,7 +226,10 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class _Saved:
-    """Wrapper of a tensor that autograd saves. It is garbage-collected when autograd drops the tensor."""
+    """Wrapper of a tensor that autograd saves.
+
+    Its garbage collection shows when autograd drops the tensor.
+    """
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor

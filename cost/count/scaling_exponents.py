@@ -40,7 +40,7 @@ class ScalingExponents:
         sizes = {axis: program.mesh.size(axis) for axis in cut} | {MICROBATCH_AXIS: program.microbatches}
         self._axes = {name: program.mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
         self._row_axes = [axis for axis, size in sizes.items() if size > 1]
-        # Cached: exponents of a lowered value, exponents of a traced value, the dim that is sharded over an axis.
+        # Caches of: exponents of a stage graph's value, exponents of a traced value, dim that is sharded over an axis.
         self.of, self._of_traced, self._cut = cache(self._of_written), cache(self._of_atoms), cache(self._cut_dim)
 
     def of_value(self, node: fx.Node, result: Any) -> Size:
@@ -55,13 +55,13 @@ class ScalingExponents:
         return Size.of(memory.size_bytes, self.of(memory.made_by))
 
     def _of_written(self, node: fx.Node) -> Exponents:
-        """Return the exponents of the bytes of a node's value.
+        """Return the scaling exponents of the bytes of a stage graph's node.
 
         A layout conversion can have intermediate nodes, whose values are not in the trace. For such a node, the result
         is the exponents of its users or inputs.
         """
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
-        if origin is None:  # an intermediate step of a traced value, or a tuple
+        if origin is None:  # an intermediate node of a conversion, or a tuple
             parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
             powers = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
             whole = {} if parts else {name: 0 for name, axis in self._axes.items() if self._cut(node, axis) is None}

@@ -17,8 +17,11 @@ from autopart.ir.program import Program
 from autopart.ir.trace import Trace
 
 Divided = dict[str, dict[int, str]]
-"""{axis: {number of heads, experts or features that a matrix product distributes over the axis: name of the first such
-product}}, for example `{"tp": {16: "model.layers.*.self_attn/scaled_dot_product_attention"}}`."""
+"""{axis: {number: operator}}: the numbers of heads, experts or features that are sharded over an axis.
+
+The operator is the first matrix product with this number, for example `{"tp": {16:
+"model.layers.*.self_attn/scaled_dot_product_attention"}}`.
+"""
 
 
 def divided(trace: Trace, program: Program) -> Divided:
@@ -54,7 +57,7 @@ def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[in
         atoms = facts(origin)["atoms"][placement.dim]
         if not atoms or atoms[0].kind in (BATCH, DATA_DIM):
             continue
-        if len(placement.sections) == 1:  # equal sections; the number is the section size
+        if len(placement.sections) == 1:  # equal sections, each with this number of heads or features
             yield shape(origin)[placement.dim] // abs(placement.sections[0])
         else:
             yield from placement.sections or (atoms[0].size,)

@@ -33,7 +33,7 @@ class MemoryBuffer:
     """A memory buffer on one rank.
 
     Args:
-        lives: True if it exists before and after a microbatch (persistent), as a parameter does.
+        lives: True if the buffer is persistent: it exists before and after a microbatch, as that of a parameter does.
         made_by: the node that allocates it.
         again: True for a gathered or cast weight. Such a buffer is not saved for backward. If the backward reads the
             weight, it gathers or casts it again.
@@ -64,7 +64,7 @@ def saved_buffers(
     Args:
         walk: liveness analysis of the stage.
         alive: nodes that a gradient flows through.
-        received: buffers of received values to include. All other persistent buffers are left out.
+        received: buffers of values received from another stage, to be included. Other persistent buffers are left out.
     """
     held: set[MemoryBuffer] = set()
     saved: dict[fx.Node, list[MemoryBuffer]] = {}
@@ -155,7 +155,7 @@ class Liveness:
     input_buffers: Mapping[str, str]
     input_bytes: Mapping[str, tuple[fx.Node, int]]
     held: Mapping[str, ParameterGather] = field(default_factory=dict)
-    """The parameters that stay unsharded for a step (`autopart.ir.run.unshard_policy.unsharded_for_step`)."""
+    """The parameters that the runtime keeps unsharded during a step (ZeRO 1 and 2)."""
     values: dict[fx.Node, Any] = field(default_factory=dict)
     keeps: dict[fx.Node, list[MemoryBuffer]] = field(default_factory=dict)
     others: dict[fx.Node, int] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Liveness:
     outputs: tuple[Any, ...] = ()
     compiled: Liveness | None = None
     in_place: Set[fx.Node] = frozenset()
-    """The operators that overwrite an input at its last use, as fused kernels do."""
+    """The operators that overwrite an input that no later operator uses, as fused kernels do."""
 
     @property
     def in_memory(self) -> Liveness:
@@ -216,7 +216,7 @@ class Liveness:
         if name in DIRECTIONS:
             result = self._convert(node, DIRECTIONS[name][0])
             if name in DISPATCH_CONVERSIONS and result.form.needs_grad:
-                self.others[node] = self.values[node.args[2]].form.size_bytes  # the sort order of the tokens
+                self.others[node] = self.values[node.args[2]].form.size_bytes  # the saved sort order of the tokens
             self.takes[node] = self._conversion_bytes(node, result.form, self.values[node.args[0]].form)
             return result
         if name in ROTATING:
@@ -276,7 +276,7 @@ class Liveness:
             shape[dim] = size if primitive in ("all_gather", "pad") else cut.longest
             in_order = primitive == "slice" and len(cut.spans(0)) == 1
         elif primitive == "all_to_all" and operator_name(node).removeprefix("autopart::") not in OPERATORS:
-            shape = list(value(node).shape)  # dispatched tokens: the expected count
+            shape = list(value(node).shape)  # the number of dispatched tokens is the expected one
         elif primitive == "all_to_all":
             cut_before, cut_after = node.args[2:4]
             shape[cut_before] *= parts
@@ -293,7 +293,7 @@ class Liveness:
         return LocalValue(result_form, MemoryBuffer(result_form.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:
-        """Return the nodes that a gradient of the stage's outputs flows through."""
+        """Return the nodes through which a gradient of the stage's outputs flows."""
         alive: set[fx.Node] = set()
         todo = [node for node in self.outputs if isinstance(node, fx.Node)]
         while todo:
@@ -316,11 +316,11 @@ class Liveness:
         return {region: nodes for region, nodes in by_region.items() if any(node in alive for node in nodes)}
 
     def towards(self, node: fx.Node) -> list[fx.Node]:
-        """Return the inputs of a node that need a gradient."""
+        """Return those inputs of a node that need a gradient."""
         return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
 
     def read_by(self, nodes: Sequence[fx.Node]) -> list[MemoryBuffer]:
-        """Return the buffers that are inputs of a group of operators, without persistent buffers."""
+        """Return the buffers that a group of operators reads from outside, without persistent buffers."""
         inside = set(nodes)
         read = [used for node in nodes for used in node.all_input_nodes if used not in inside]
         return [memory for used in dict.fromkeys(read) for memory in memories(self.values[used])]
@@ -372,7 +372,7 @@ def call(
         RuntimeError,
         NotImplementedError,
         TypeError,
-    ):  # it needs values: assume that it saves all inputs and outputs
+    ):  # fake tensors are not enough: assume that all inputs and outputs are saved
         effect = _unknown(node, read)
     pieces = [MemoryBuffer(size, False, node) for size in effect.pieces]
     owners = [read[index].memory if index >= 0 else pieces[-1 - index] for index in effect.memory]
@@ -459,7 +459,7 @@ def _stage_inputs(
             inputs[stage_input.name] = whole
             continue
         rows, memory = _microbatch_samples(program, program.runs_of(stage), stage_input.batch_dim, whole)
-        is_copied = memory is not whole.memory  # a copy per microbatch
+        is_copied = memory is not whole.memory  # each microbatch has a copy
         number = program.runs_of(stage) * times(read[stage_input.name]) if is_copied else times(memory.made_by)
         if not memory.lives:
             name = buffers[stage_input.name] = names.setdefault(memory, stage_input.name)
@@ -471,7 +471,7 @@ def _stage_inputs(
 def _microbatch_samples(
     program: Program, num_runs: int, dim: int | None, whole: LocalValue
 ) -> tuple[TensorSpec, MemoryBuffer]:
-    """Return the spec and the buffer of a rank's samples in one microbatch.
+    """Return the spec and the buffer of the samples that a rank has in one microbatch.
 
     If the batch is dim 0, the samples are a view of the global batch. Otherwise they are copied.
 

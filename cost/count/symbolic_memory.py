@@ -43,7 +43,7 @@ PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulat
 
 
 class _SizeSum:
-    """Running sum of polynomials (`Size`). Terms can also be subtracted."""
+    """Sum of polynomials (`Size`) to which terms are added, and from which terms are subtracted."""
 
     def __init__(self) -> None:
         self.total: dict[Exponents, float] = {}
@@ -57,7 +57,7 @@ class _SizeSum:
 
 
 class _SentBytes(NamedTuple):
-    """Bytes of the values that cross a stage boundary placed before an operator.
+    """Bytes of the values that a stage boundary right before an operator would send.
 
     `OperatorRow` describes the fields.
     """
@@ -68,7 +68,10 @@ class _SentBytes(NamedTuple):
 
 
 class _FusedKernel:
-    """Consecutive operators whose backward is one fused kernel. Its inputs stay allocated until it ends."""
+    """Consecutive operators whose backward is one fused kernel.
+
+    The kernel's inputs stay allocated until it ends.
+    """
 
     def __init__(self) -> None:
         self.read = NOTHING
@@ -101,8 +104,8 @@ class SymbolicMemory:
         walk: liveness analysis of the stage.
         growth: scaling exponents of its values.
         saved_before: indices of the received values that an earlier stage saves for backward.
-        held_before: indices of the received values that an earlier stage saves or receives, and so has in memory
-            anyway.
+        held_before: indices of the received values that an earlier stage has in memory anyway, because it saves or
+            receives them.
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class SymbolicMemory:
         alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
         pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
         later = {memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]}
-        if node is self.first:  # the boundary between the program's own stages
+        if node is self.first:  # the boundary between two stages of this program
             unkept = pieces - self.held_before
         else:
             copied = {value.memory for sent in travelling if not (value := self.walk.values[sent]).form.is_contiguous}
@@ -344,7 +347,7 @@ class SymbolicMemory:
         data, weights = (
             set[fx.Node](),
             set[fx.Node](),
-        )  # nodes that depend on inputs or weights alone: each stage computes them itself
+        )  # nodes that depend only on inputs or only on weights: each stage computes them itself
         received, travelling = set(self.received), dict[fx.Node, Size | None]()
         crossings: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):

@@ -37,11 +37,14 @@ from autopart.ir.sharding import DimSharding
 from autopart.ir.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
-"""{module path of a list of blocks: for every block of the model, the index of the traced block that represents it}."""
+"""{module path of a list of blocks: index of the traced block for every block of the model}.
+
+With repeated blocks, one traced block can represent several blocks of the model.
+"""
 
 
 class BlocksNotContiguous(Exception):
-    """Raised if the operators of two repeated blocks are interleaved.
+    """Error: the operators of two repeated blocks are interleaved.
 
     A cost table can then not represent several equal blocks by one traced block.
     """
@@ -76,7 +79,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         held.append(SymbolicMemory(walk.in_memory, growth, *before))
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _stage_starts(trace, nodes), _loads(trace, growth, nodes)
-    places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
+    places |= {operators[0].node for operators in stages[1:]}  # it may be a conversion of a received value
     names = _prologue_names(walks)
     rows = [
         one.row(each, each.node in places, loads.get(each.node, NOTHING), names)
@@ -165,7 +168,7 @@ def _prologue_names(walks: Sequence[Liveness]) -> dict[str, str]:
 
 
 def _per_sample(size_bytes: int, powers: Exponents, batch: int) -> Size:
-    """Return the bytes of a replicated value as a `Size` in the samples of the global batch.
+    """Return the bytes of a replicated value as a `Size`: a polynomial in the samples of the global batch.
 
     Args:
         size_bytes: bytes of the value in the trace.
@@ -205,7 +208,7 @@ def _stage_starts(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
             continue
         key = facts(node).get("key")
         is_same = key is not None and key == last
-        is_one = key in keys and not (is_same and is_made)  # else the output is converted for another operator
+        is_one = key in keys and not (is_same and is_made)  # else this node converts the output for another operator
         if begins and not (is_one and is_same):
             places.add(node)
         begins, last = is_one, key if is_one else last
@@ -247,7 +250,7 @@ def _overlappable_share(trace: Trace, program: Program) -> float:
 
 
 def _stored(trace: Trace, program: Program, name: str) -> Size:
-    """Return the bytes of a parameter on a rank as a `Size`, without ZeRO sharding."""
+    """Return the bytes of a parameter on a rank without ZeRO sharding, as a `Size` (a polynomial)."""
     mesh, stored = program.mesh, program.parameters[name]
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
     cut = {name: int(axis in stored.layout and stored.layout[axis].is_shard) for name, axis in axes.items()}
@@ -333,10 +336,10 @@ def _copies(name: str, blocks: Blocks) -> int:
 
 
 def _blocks_of(operators: Sequence[OperatorWork], blocks: Blocks) -> list[_BlockId | None]:
-    """Return the repeated block of every operator, or None for an operator outside of blocks.
+    """Return, for every operator, the repeated block that it belongs to; None outside of blocks.
 
-    An operator between two operators of a block is in that block. Raises BlocksNotContiguous if the operators of two
-    blocks are interleaved.
+    An operator between two operators of a block belongs to the block. Raises BlocksNotContiguous if the operators of
+    two blocks are interleaved.
     """
     at = [_block_of(_name(one.node), blocks) for one in operators]
     last: dict[_BlockId, int] = {block: i for i, block in enumerate(at) if block is not None}

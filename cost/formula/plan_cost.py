@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 OF_OLD_PLANS = ("formula", "values")
-"""Entries of `Plan.cost` in plans of older versions, whose step time was not simulated."""
+"""Entries of `Plan.cost` in plans of older versions, which did not simulate the step time."""
 
 
 def _simulated(plan: Plan) -> Any:
-    from autopart.cost.predict.simulate import simulate  # imports torch, which printing a plan does not need
+    from autopart.cost.predict.simulate import simulate  # this imports torch, which is not needed to print a plan
 
     return simulate(plan)
 
@@ -95,9 +95,9 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def scale(self) -> float:
-        """Simulated step time divided by that of the closed formula, at the plan's own sizes.
+        """Step time by simulation, divided by the step time of the closed formula, at the plan's own sizes.
 
-        1 if there is no step time.
+        It is 1 if the plan has no step time.
         """
         simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
         return simulated_s / self.formula_s if simulated_s and self.formula_s else 1.0
@@ -121,7 +121,7 @@ class Cost(dict[str, Any]):
         from autopart.cost.predict.table_data import from_data
 
         data = self.plan.timing.get("table") if self.plan is not None else None
-        if data is None or "divided" not in data:  # plans of older versions lack it
+        if data is None or "divided" not in data:  # plans of older versions lack this entry
             raise PlanError(
                 "the plan has no formulas",
                 why="they are computed from the entry 'timing' of a plan, which this plan lacks or has in an "
@@ -163,7 +163,7 @@ class Cost(dict[str, Any]):
 
     @property
     def parts(self) -> Mapping[str, sympy.Expr]:
-        """{kind of work or collective: seconds of a step}, with sends, bubble and optimizer.
+        """{kind of work or collective: seconds of a step}, including sends, bubble and optimizer.
 
         The entry `left out` is the closed formula's step time times `r`.
         """
@@ -216,7 +216,7 @@ class Cost(dict[str, Any]):
         unknown = [name for name in asked if name not in symbols]
         if unknown:
             raise OptionError(f"the plan's cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
-        # `Expr.subs` goes symbol by symbol and compares long terms each time; `xreplace` does not.
+        # `Expr.subs` is slow: it compares long terms for each symbol. `xreplace` does not.
         return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
 
     def at(self, **sizes: float) -> Figures:
@@ -403,6 +403,6 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
 
 
 _MOST_POWER = 8
-"""Ranks and microbatches are searched in powers of two up to this exponent."""
+"""Largest exponent of two for ranks and microbatches in a search."""
 
 _POINTS = 40

@@ -48,7 +48,7 @@ def in_node_of(axis: str) -> sympy.Expr:
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 r = sympy.Symbol("r", real=True)
-"""Correction of the closed formula: simulated step time divided by the formula's, minus 1 (`plan_cost.Cost`)."""
+"""Correction of the closed formula: simulated step time / formula's step time - 1 (`plan_cost.Cost`)."""
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
 """`b, s, tp, ep, cp, dp, dpr, pp, m, v`: the symbols of a mesh without custom axes."""
@@ -72,25 +72,31 @@ class Formula:
     state_bytes: float = 3.0
     receives_held: int | None = None
     scatter_sends: bool = False
-    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.RunSetting`. With
-    `scatter_sends`, values whose bytes do not shrink with `tp` are sent as shards."""
+    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.RunSetting`.
+
+    With `scatter_sends`, values whose bytes do not shrink with `tp` are sent as shards.
+    """
 
     axes: tuple[Axis, ...] = AXES
     """The axes that a mesh of the plan may have."""
 
     methods: tuple[MethodParameters, ...] = ()
-    """The `dp_sync` methods that replace the all-reduce of gradients over dp. Their sizes are per byte of trained
-    parameters."""
+    """The `dp_sync` methods that replace the all-reduce of gradients over `dp`.
+
+    Their sizes are per byte of trained parameters.
+    """
 
     versions: int = 1
-    """Number of versions of the weights. With two, batches follow each other without a flush of the pipeline."""
+    """Number of versions of the weights: two if batches follow each other without a pipeline flush."""
 
     over: tuple[str, int] = ("dp", 1)
-    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan. A rank's number of
-    neighbours depends on the number of ranks."""
+    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan.
+
+    The number of ranks determines the number of neighbours of a rank.
+    """
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
-    """Cache {kernel or collective: its seconds}. Formulas with the same reference sizes may share it."""
+    """Cache {kernel or collective: its seconds}. Formulas with equal reference sizes may share it."""
 
     @property
     def sizes(self) -> tuple[sympy.Symbol, ...]:
@@ -111,7 +117,7 @@ class Formula:
 
     @cached_property
     def _times(self) -> Sizes:
-        """Each size as a multiple of its reference size. Operators were counted at the reference sizes."""
+        """Each size divided by the reference size at which operators were counted."""
         counted_at = self.totals.at
         ranks = {
             name: ranks_of(self._mesh.innermost(cuts)) / getattr(counted_at, name) for name, cuts in CHOSEN.items()
@@ -172,7 +178,7 @@ class Formula:
 
     @cached_property
     def _memory_shares(self) -> list[Any]:
-        """Two sympy functions from bytes to the share of memory bandwidth that an operator reaches.
+        """Two sympy functions that map bytes to the share of memory bandwidth that an operator reaches.
 
         The first is for all operators, the second for pointwise operators on contiguous tensors (`Work.in_order`).
         """
@@ -281,7 +287,7 @@ class Formula:
         return {"dp_sync": sympy.Piecewise((0, sympy.Eq(ranks, 1)), (sympy.Add(*terms), True))} if terms else {}
 
     def _reduced_share(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:
-        """Return the share of a parameter's gradient that a rank reduces over an axis once a step.
+        """Return the share of a parameter's gradient that each rank reduces once a step over an axis.
 
         Args:
             axis: the axis of the reduction.
@@ -290,7 +296,7 @@ class Formula:
         if not self.zero or not cut:
             return sympy.Integer(1)
         left = sympy.Integer(0) if axis in cut else 1 / _joined(cut)
-        share = _exact(self._methods_share if self.zero == 1 else 0)  # the share that methods receive unsharded
+        share = _exact(self._methods_share if self.zero == 1 else 0)  # share that methods get unsharded
         return left * (1 - share) + share
 
     def _exposed_s(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:

@@ -27,10 +27,10 @@ class Hardware:
     """Speeds and capacities of one device, its node, and the links to other devices.
 
     An efficiency curve is a list of points (amount, share of a peak rate). Between points, the share is linear in the
-    logarithm of the amount. The `source` of a curve says whether its large end is measured; the rest is assumed.
+    logarithm of the amount. The `source` of a curve tells whether its large end is measured; the rest is assumed.
 
     Args:
-        flops_per_s: dense peak FLOP/s by dtype.
+        flops_per_s: {dtype: dense peak FLOP/s}.
         matmul_efficiency: efficiency curve of one matrix product by its FLOPs, as a share of the peak FLOP/s.
         launch_s: minimum seconds of an operator.
         memory_bytes: capacity of a device.
@@ -149,7 +149,7 @@ class Hardware:
         return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._describe_dtype(dtype)}" for dtype in largest)
 
     def _describe_dtype(self, dtype: str, others: Collection[str] = ()) -> str:
-        """Format a dtype whose peak FLOP/s is used, such as `float32 without TF32`.
+        """Format the dtype whose peak FLOP/s is used: `float32 without TF32`.
 
         Args:
             others: dtypes without a peak in this profile, for which the peak of `dtype` is used.
@@ -269,7 +269,7 @@ _USER_PROFILES: dict[str, Hardware] = {}
 
 
 def _share(points: tuple[tuple[float, float], ...], amount: float) -> float:
-    """Interpolate an efficiency curve at an amount.
+    """Return the share of a rate that an efficiency curve has at an amount.
 
     The share is linear in the logarithm of the amount, and constant outside the points of the curve.
     """
@@ -396,7 +396,7 @@ class _File:
         for (lower, low), (upper, high) in pairwise(points):
             if upper <= lower:
                 raise self._error(f"has {upper:g} {unit} after {lower:g} in {name}", f"{unit} must rise")
-            if (high - low) / math.log(upper / lower) > low:  # time is amount / share and must not fall
+            if (high - low) / math.log(upper / lower) > low:  # time = amount / share must not fall
                 why = f"from {lower:g} to {upper:g} {unit} the share rises from {low:g} to {high:g}"
                 larger = "larger products" if unit == "FLOPs" else "operators of more bytes"
                 raise self._error(f"has {larger} that take less time", why)

@@ -1,12 +1,12 @@
-"""Alpha-beta costs of collectives as sympy expressions: rings on links inside and between nodes.
+"""Alpha-beta costs (latency and bandwidth) of collectives as sympy expressions, for rings of links.
 
 A group of n = g k ranks has g ranks in each of k nodes. An all-reduce is a reduce-scatter inside the nodes, an
 all-reduce of each rank's shard (S / g) across nodes, and an all-gather inside the nodes. If k = 1 or g = 1, it is one
 ring over links of one kind.
 
 Symbols: `n`, `g`, `k` as above, and `S` bytes of the full array. Links inside a node have `B` bytes/s per rank and
-direction, and `alpha` seconds per hop. Links between nodes have `B_node` and `alpha_node`. Bandwidth terms are those
-of nccl-tests' PERFORMANCE.md, latency terms those of Thakur et al. 2005.
+direction, and `alpha` seconds per hop. Links between nodes have `B_node` and `alpha_node`. Bandwidth terms are those of
+nccl-tests' PERFORMANCE.md, latency terms those of Thakur et al. 2005.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ n, g, k, S, B, alpha, B_node, alpha_node = sympy.symbols("n g k S B alpha B_node
 
 
 class Parts(NamedTuple):
-    """Number of sequential hops of a collective, and bytes that a rank sends, inside and between nodes."""
+    """Hops and bytes of a collective: its sequential hops, and the bytes that a rank sends.
+
+    Both are given for links inside a node and for links between nodes.
+    """
 
     hops: sympy.Expr
     bytes: sympy.Expr
@@ -45,14 +48,17 @@ PARTS: dict[str, Parts] = {
     "all_to_all": Parts(g - 1, (g - 1) / (g * k) * S / (g * k), g * (k - 1), (k - 1) / k * S / (g * k)),
     "send": Parts(1 - _crosses, (1 - _crosses) * S, _crosses, _crosses * S),
 }
-"""{collective: its hops and bytes}. All other primitives of `autopart.ir.layout` are local and free. A rank of an
-all-to-all holds S / n bytes. A send is the slowest hop of a pipeline whose ranks are in k nodes."""
+"""{collective: its hops and bytes}.
+
+All other primitives of `autopart.ir.layout` are local and free. A rank of an all-to-all has S / n bytes. A send is the
+slowest hop of a pipeline whose ranks are in k nodes.
+"""
 
 TIME: dict[str, sympy.Expr] = {kind: parts.time_s for kind, parts in PARTS.items()}
 """{collective: its seconds}."""
 
 WIRE_BYTES: dict[str, sympy.Expr] = {kind: parts.bytes.subs({k: 1, g: n}) for kind, parts in PARTS.items()}
-"""{collective: bytes that each rank sends}, which do not depend on the number of nodes."""
+"""{collective: bytes that each rank sends}. They do not depend on the number of nodes."""
 
 _TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "math") for kind, time in TIME.items()}
 _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}

@@ -1,7 +1,7 @@
 """Memory of communication that overlaps with compute: gradient buckets and weight all-gathers.
 
-`table_memory` lists the changes of a stage's memory as `MemoryEvent`s, from the rows of a cost table.
-`backward_peaks` and `forward_peak` add up these changes and return the peak.
+`table_memory` lists the changes of a stage's memory, in time order, as `MemoryEvent`s. `backward_peaks` and
+`forward_peak` add up these changes and return the peak.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def reduce_scatter_buckets(
         size, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
         alone = len(members) == 1 and members[0].in_order
         parts, received = sum(one.part_bytes for one in members), _sent_copy(members) + (0 if alone else size)
-        if members[0].keeps_full_gradient:  # its gradients have the dtype of the shards
+        if members[0].keeps_full_gradient:  # the gradients have the dtype of the shards
             own_dtype, copied = members[0].read == 1, flat if members[0].is_summed else 0
             grads = 0 if own_dtype else size / members[0].read
             yield GradientBucket(bucket, round(copied), round(grads), round(received), not own_dtype)
@@ -152,7 +152,7 @@ def _sent_copy(weights: Sequence[CommParameter]) -> float:
 class MemoryEvent(NamedTuple):
     """One change of a rank's memory during forward or backward. Sizes are in bytes.
 
-    Kinds:
+    Kinds of changes:
 
     - "takes": allocates `size` bytes. A negative size frees bytes.
     - "peak": records the current memory plus `size` bytes.
@@ -171,10 +171,10 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCommBuffers:
-    """Collectives of a stage that overlap with its compute.
+    """Collectives of a stage that overlap with its compute, and their buffers.
 
     Args:
-        sent: the buckets of gradients that it reduces.
+        sent: the buckets of gradients that the stage reduces.
         rows: the groups of weights that it gathers, in the order of their use.
         prefetch: number of groups that it gathers ahead of their use.
     """
@@ -314,7 +314,7 @@ class _MemoryTracker:
 
     def _sum(self, sent: GradientBucket) -> None:
         grads = sum(self.whole[name] for name in sent.names) if sent.scatters else 0
-        before = grads if sent.kept_bytes else 0  # they are added to accumulated gradients
+        before = grads if sent.kept_bytes else 0  # the results are added to accumulated gradients
         self.now -= before
         self._send(sent.flat_bytes, sent.part_bytes, sent.each, sent.max_in_flight)
         self.now -= grads - before + sent.kept_bytes

@@ -1,7 +1,7 @@
 """Seconds and bytes per step of the data-parallel methods (`dp_sync`) that replace the all-reduce.
 
-A method (`autopart.ir.run.sync_option.SyncMethod`) lists its collectives, its passes over memory and the size of its
-state. The functions below convert these to seconds and bytes on a mesh and hardware.
+A method (`autopart.ir.run.sync_option.SyncMethod`) lists its collectives, how often it reads or writes the gradients in
+memory, and the size of its state. The functions below convert these to seconds and bytes on a mesh and hardware.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import Table
 
 _ALL_REDUCE_PASSES = 2.0
-"""Memory traffic of an all-reduce in addition to communication, as a multiple of the gradients' bytes: flatten and
-unflatten."""
+"""Memory traffic of an all-reduce besides communication, as a multiple of the gradients' bytes.
+
+Gradients are copied into a flat buffer and out of it.
+"""
 
 _SLOWEST, _FASTEST = 1e3, 1e13
 """Range of link bandwidths that is searched, in bytes/s."""
 
 
 class Transfer(Exchange):
-    """A collective of a data-parallel method, with functions that return its cost on a number of ranks."""
+    """A collective of a data-parallel method, with functions that give its cost for a number of ranks."""
 
     def seconds(self, num_ranks: int, hardware: Hardware, stride: int) -> float:
         return self.often * time_s(self.kind, num_ranks, self.size_bytes, hardware, stride)
@@ -72,7 +74,7 @@ def carried(method: SyncMethod, sizes: Iterable[tuple[float, int, tuple[int, ...
 def by_method(
     parameters: Mapping[str, Parameter], sizes: Mapping[str, float], names: Iterable[str], dp_sync: SyncOption
 ) -> list[MethodParameters]:
-    """Return the bytes of parameters for each `dp_sync` method that replaces the gradient all-reduce.
+    """Return, for each `dp_sync` method, the bytes of the parameters that it synchronizes.
 
     Parameters without a gradient, and parameters whose gradients are all-reduced, are left out.
 
@@ -99,7 +101,7 @@ def shares(table: Table, dp_sync: SyncOption) -> tuple[MethodParameters, ...]:
 
 
 def sync_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware) -> float:
-    """Return the seconds per step of a data-parallel method: its collectives and its passes over memory.
+    """Return the seconds per step of a data-parallel method: its collectives and its memory traffic.
 
     Args:
         of: the method and the sizes of its parameters.
@@ -110,12 +112,12 @@ def sync_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware
 
 
 def exact_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
-    """Return the seconds per step of a collective that reduces gradients instead of a `dp_sync` method.
+    """Return the seconds per step of an exact gradient reduction, for comparison with a `dp_sync` method.
 
     Args:
         of: the method and the sizes of its parameters.
         stride: distance in ranks between neighbouring data-parallel ranks.
-        kind: the collective.
+        kind: the collective that reduces the gradients.
     """
     moved = Transfer(kind, of.size_bytes).seconds(num_ranks, hardware, stride)
     return moved + _ALL_REDUCE_PASSES * hardware.traffic_time_s(of.size_bytes)

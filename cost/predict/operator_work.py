@@ -17,14 +17,16 @@ from autopart.ir.mesh import Cuts, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
 
 OPTIMIZER_TRAFFIC = 7
-"""Memory traffic of AdamW, in values per parameter: it reads parameter, gradient and two moments, and writes all but
-the gradient."""
+"""Number of values that AdamW reads or writes per parameter.
+
+It reads parameter, gradient and two moments, and writes all but the gradient.
+"""
 
 COPY_TRAFFIC = 2
-"""Memory traffic of a copy, in values per copied value: one read and one write."""
+"""Number of values that a copy reads or writes per copied value: one read and one write."""
 
 BUCKET_COPIES = 2
-"""Copies that a reduce-scatter or all-gather of a flat bucket needs: one into the bucket and one out of it."""
+"""Copies by a reduce-scatter or all-gather of a flat bucket: one into the bucket and one out of it."""
 
 
 class Exponents(NamedTuple):
@@ -38,7 +40,7 @@ class Exponents(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Values of `b` (samples), `s` (tokens), `tp`, `cp` and `ep`: numbers, arrays or sympy symbols."""
+    """Values of `b` (samples), `s` (tokens), `tp`, `cp` and `ep`, as numbers, arrays or sympy symbols."""
 
     b: Any = 1
     s: Any = 1
@@ -47,14 +49,16 @@ class Sizes(NamedTuple):
     ep: Any = 1
 
     def scale(self, powers: Exponents) -> Any:
-        """Return `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep`, raised to their exponents and multiplied."""
+        """Return the product of `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep`, each raised to its exponent."""
         ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep
         return self.b**powers.b * self.s**powers.s / ranks
 
 
 CHOSEN: Mapping[str, Cuts] = {"tp": "features", "cp": "positions", "ep": "experts"}
-"""{axis that is a field of `Exponents`: kind of dims that it shards}. If several axes shard a kind, the innermost of
-them counts."""
+"""{axis that is a field of `Exponents`: kind of dims that it shards}.
+
+If several axes of a mesh shard a kind, the innermost of them counts.
+"""
 
 
 def chosen_ranks(mesh: Mesh) -> dict[str, int]:
@@ -68,7 +72,7 @@ def chosen_ranks(mesh: Mesh) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Size:
-    """A polynomial in samples `b`, tokens `s`, `1 / tp`, `1 / cp` and `1 / ep`.
+    """A polynomial in samples `b`, tokens `s`, `1 / tp`, `1 / cp` and `1 / ep`, such as bytes of a value.
 
     An operator is counted at reference sizes. The polynomial stores the exponents of each term, and the value of each
     term at the reference sizes.

@@ -74,12 +74,14 @@ def scatter_is_cheaper(crossings: Iterable[BoundaryBytes], mesh: Mesh, hardware:
 
 
 COMPUTE_OF_FORWARD = 3
-"""FLOPs of the forward and backward of a microbatch, as a multiple of the forward's (Narayanan et al. 2021,
-arXiv:2104.04473, appendix)."""
+"""FLOPs of forward and backward together, divided by the FLOPs of the forward.
+
+Source: Narayanan et al. 2021, arXiv:2104.04473, appendix.
+"""
 
 
 def load_per_byte(loads: np.ndarray, dtype: str, mesh: Mesh, hardware: Hardware) -> float:
-    """Return the forward FLOPs that a rank could run while one byte crosses a stage boundary.
+    """Return the forward FLOPs that a rank could run in the time to send one byte to the next stage.
 
     In the steady state of 1F1B, a stage exchanges an activation and its gradient with each neighbour once per
     microbatch, in one step (PipeDream, arXiv:1806.03377, section 3.2). So each boundary of a stage adds one transfer

@@ -1,4 +1,4 @@
-"""Simulation of a plan's training step: the schedule's actions with their predicted durations."""
+"""Simulation of a plan's training step, from the schedule's actions and their predicted durations."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def simulated(
     num_stages = sum(not row.get("tail") for row in stages)
     seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
     whole = [math.fsum(parts) for parts in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
-    # Both parts of a backward use the recomputed values, so such a stage does not split it.
+    # The input backward and the weight backward both use recomputed values, so the stage does not split its backward.
     parts = zip(whole, seconds["recompute"], seconds["input_backward"], seconds["weight_backward"], strict=True)
     inputs, weights = zip(*((all_, 0.0) if again else (i, w) for all_, again, i, w in parts), strict=True)
     received = [row["receives_s"] for row in stages[1:]]
@@ -193,8 +193,11 @@ def simulated(
 
 
 AHEAD = "interleaved_1f1b"
-"""Schedule that `schedule_notes` compares with 1F1B. With one stage per rank, it is 1F1B with twice as many warm-up
-forwards, so that no rank waits for sends (eager 1F1B, Zhuang et al. 2023, arXiv:2211.05322)."""
+"""Schedule that `schedule_notes` compares with 1F1B: eager 1F1B.
+
+With one stage per rank, it is 1F1B with twice as many warm-up forwards, so that no rank waits for sends (Zhuang et al.
+2023, arXiv:2211.05322).
+"""
 
 
 def schedule_notes(
@@ -228,10 +231,10 @@ def schedule_notes(
 
 
 WAITS = 0.95
-"""`schedule_notes` gives a note if a step with overlapped sends takes at most this share of the 1F1B step."""
+"""Maximum share of the 1F1B step time that a step with overlapped sends may take to get a note."""
 
 LONGEST = 10_000
-"""`schedule_notes` simulates no step with more stage forwards than this."""
+"""Maximum number of stage forwards in a step that `schedule_notes` simulates."""
 
 
 def training_time_s(
@@ -259,7 +262,7 @@ def _parts(
     stages: list[Mapping[str, Any]], ranks: list[Mapping[str, float]], ran: Timeline, home: Mapping[int, int],
     microbatches: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Return {kind of work: seconds in a step} on the rank that computes longest.
+    """Return {kind of work: seconds in a step} of the rank that computes longest.
 
     Args:
         home: {stage: the rank that runs it}.
@@ -272,7 +275,7 @@ def _parts(
                 for kind, seconds in row.get(part, {}).items():
                     kinds[kind] += (1 if row.get("tail") else microbatches) * seconds
     once = ranks[busiest]
-    hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # overlaps with the last backward
+    hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # this share overlaps with the last backward
     sums = once["gradient_sum_s"] - hidden
     last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0),
             "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"]}  # fmt: skip

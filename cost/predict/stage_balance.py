@@ -1,4 +1,7 @@
-"""Partition of a sequence of operators into pipeline stages, such that the slowest stage is fast."""
+"""Partition of a sequence of operators into pipeline stages, such that the slowest stage is fast.
+
+A stage boundary sends the values that later operators use.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,22 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import Table
 
 MAX_IMBALANCE = 0.1
-"""Maximum share by which a stage load exceeds the largest load of the most even partition. The cost of sends does not
-change this limit."""
+"""Maximum share by which a stage load may exceed the largest load of the most even partition.
+
+The cost of sends does not change this limit.
+"""
 
 TIME_TOLERANCE = 0.015
-"""Share by which the slowest stage may exceed the optimum, if the partition then sends less or is more even."""
+"""Share by which the slowest stage may exceed the optimum, for a partition that sends less.
+
+A partition that is more even may exceed the optimum too.
+"""
 
 BOUND = 1.018
-"""Further limit on the time of the slowest stage, as a multiple of its lower bound. Applies if the optimum is less."""
+"""Maximum time of the slowest stage, as a multiple of its lower bound, if the optimum is less.
+
+It limits `TIME_TOLERANCE` further.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ def balance(
     position = np.array([0, *places, len(weights)])
     begun = np.cumsum(np.isin(position, list(begins)))
     load = total[position]
-    # A stage that spans a required beginning gets a load above the total: `start` exceeds `end` at beginnings.
+    # At a required beginning, `start` exceeds `end`, so a stage that spans it gets a load above the total.
     across = 2 * float(total[-1]) + 1
     end, start = load + across * np.concatenate(([0], begun[:-1])), load + across * begun
     least = _least_max_load(end, start, num_stages)
@@ -109,10 +120,10 @@ def _least_max_load(end: np.ndarray, start: np.ndarray, num_stages: int) -> floa
     Positions are the indices of possible stage boundaries. A stage from position a to position b has the load `end[b]
     - start[a]`. A dynamic program adds one stage at a time, and finds the best start of the stage by bisection.
     """
-    heaviest = end.copy()  # one stage up to each position
+    heaviest = end.copy()  # one stage that ends at each position
     for _ in range(num_stages - 1):
         low, high = np.zeros(len(end), dtype=int), np.arange(len(end))
-        while np.any(low < high):  # the first position at which the load before exceeds the load after
+        while np.any(low < high):  # the first position at which the earlier stages' load exceeds the last stage's load
             middle = (low + high) // 2
             before = heaviest[middle] >= end - start[middle]
             high = np.where(before & (low < high), middle, high)
@@ -198,7 +209,9 @@ class _Stages:
 
 
 def _preceding(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray:
-    """Return a view of shape [positions, widest]: entry [i, j] is the value at position `i - widest + j`.
+    """Return a view of shape [positions, widest] that has the `widest` values before each position.
+
+    Entry [i, j] is the value at position `i - widest + j`.
 
     Args:
         values: one value per position.
@@ -209,7 +222,7 @@ def _preceding(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndar
 
 
 def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
-    """Return the stage boundaries that a plan would have.
+    """Return the stage boundaries that a plan for this setting would have.
 
     A boundary is the index of a stage's first operator. Stage 0 has no boundary. The boundaries balance the loads and
     sent bytes of one microbatch on a rank. Raises StageError if the model has too few operators at which a stage may
@@ -236,7 +249,7 @@ def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> t
 
 
 def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:
-    """Return the groups of `pp` coordinates whose ranks share trained parameters (tied parameters).
+    """Return groups of `pp` coordinates whose ranks share a trained (tied) parameter.
 
     Args:
         ranks_hold: for each `pp` coordinate, {name of a parameter: its name in `parameters`}.

@@ -55,11 +55,10 @@ from autopart.ir.run.sync_option import MethodParameters
 
 @dataclass(frozen=True)
 class Table:
-    """Cost table of a model.
+    """Cost table of a model: all operators in order, including the operators of every repeated block.
 
-    It lists all operators in order, including the operators of every repeated block.
-
-    Operators were counted at reference sizes (`b`, `s`, `tp`, `cp`, `ep`).
+    Operators were counted at reference sizes (`b`, `s`, `tp`, `cp`, `ep`). A tail is a part of a model that runs once
+    for all microbatches.
 
     Args:
         rows: work and memory of the operators of the trace.
@@ -72,8 +71,8 @@ class Table:
             the number of samples of the global batch.
         buffer_bytes: bytes of all buffers.
         gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
-        hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap
-            with backward.
+        hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap with
+            backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
         divided: result of `cost.count.shard_counts.divided`.
         m: microbatches for which the rows of the tail were counted; 1 without a tail.
@@ -128,29 +127,29 @@ class Table:
 
     @cached_property
     def often(self) -> list[int]:
-        """For each row, the number of operators of the model that the row represents."""
+        """Number of operators of the model that each row represents, as a list by row."""
         numbers: list[int] = np.bincount(self.positions, minlength=len(self.rows)).tolist()
         return numbers
 
     @cached_property
     def load(self) -> float:
-        """Sum of the loads (FLOPs by which stages are balanced) of all operators at the reference sizes."""
+        """Total load of all operators at the reference sizes. The load of an operator is its FLOPs."""
         return math.fsum(row.load.value * number for row, number in zip(self.rows, self.often, strict=True)) or 1.0
 
     @cached_property
     def dtype(self) -> str:
-        """Dtype of most matrix FLOPs of the forward; "" without matrix products."""
+        """Dtype that most matrix FLOPs of the forward have; "" without matrix products."""
         forward = ((work, count) for (part, work), count in self.counts.items() if part == "forward")
         flops = flops_by_dtype(forward)
         return max(flops, key=lambda dtype: flops[dtype], default="")
 
     @cached_property
     def held(self) -> dict[str, str]:
-        """{key of a parameter in the full model (`named_in`): its name in `parameters`}."""
+        """All parameters of the full model, as {key (`named_in`): name in `parameters`}."""
         return self.read_by(self.order)
 
     def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """Return {key in the full model (`named_in`): name in `parameters`} of the operators' parameters."""
+        """Return the parameters that operators read: {key in the model (`named_in`): name in `parameters`}."""
         return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 
@@ -198,7 +197,7 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
 
 
 class TableCost:
-    """Seconds and bytes of a cost table's operators, for a setting and a device."""
+    """Predicted seconds and bytes of a cost table's operators, for a setting and a device."""
 
     def __init__(self, table: Table, setting: RunSetting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
@@ -210,11 +209,11 @@ class TableCost:
 
     @cached_property
     def by_row(self) -> list[dict[str, dict[str, float]]]:
-        """For each row, {part of a step, such as "forward": {kind of work: seconds}}."""
+        """Seconds of each row of the table: {part of a step, such as "forward": {kind of work: seconds}}."""
         return [self._row(row) for row in self.table.rows]
 
     def times_of(self, row: OperatorRow) -> Sizes:
-        """Return each size as a multiple of the size for which a row was counted."""
+        """Return each size divided by the reference size at which a row was counted."""
         return self.tail_times if row.once else self.times
 
     @cached_property
@@ -248,7 +247,7 @@ class TableCost:
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """For each stage, the bytes that it receives per microbatch. 0 for the tail."""
+        """Bytes that each stage receives per microbatch. 0 for the tail."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1 : self.num_stages]]
         nothing = BoundaryBytes(0.0, 0.0)
         return [nothing, *map(self.crossing, starts), *[nothing] * (len(self.stages) - self.num_stages)]
@@ -261,13 +260,13 @@ class TableCost:
 
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """For each `pp` coordinate, the schedule's actions on its rank."""
+        """Actions of the schedule on each rank of the pipeline (by `pp` coordinate)."""
         schedule, pp = self.setting.schedule, self.mesh.size("pp")
         return actions(schedule.name, self.num_stages, pp, schedule.microbatches, len(self.stages) > self.num_stages)
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """For each `pp` coordinate, the parameters of its rank: {name: name in `Table.parameters`}."""
+        """Parameters of each rank of the pipeline (by `pp` coordinate): {name: name in `Table.parameters`}."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
         return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 
@@ -311,7 +310,7 @@ class TableCost:
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
-        """Return the axis over which a data-parallel method exchanges a gradient; empty if it is all-reduced."""
+        """Return the axis over which a `dp_sync` method exchanges a gradient; empty if it is all-reduced."""
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
     def _zero_axis(self, name: str) -> str:
@@ -346,7 +345,7 @@ class TableCost:
         zero = self.setting.zero
         for name in row.parameters:
             parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._zero_axis(name)
-            if parameter.casts and not (is_cut and zero < 3):  # otherwise it is cast once a step
+            if parameter.casts and not (is_cut and zero < 3):  # else the parameter is cast once a step
                 cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
                 if parameter.trained:
@@ -365,7 +364,8 @@ class TableCost:
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """Return the entry of stage `index` in `Plan.timing`. Seconds and bytes are per microbatch.
 
-        Those of the tail are per step. It receives nothing from another rank.
+        For the tail, which runs once for all microbatches, they are per step. The tail receives nothing from another
+        rank.
 
         Args:
             stage: the indices of the stage's operators.
@@ -386,7 +386,7 @@ class TableCost:
                         for i, much in enumerate((1, sent, self.seconds[work, operator.once])):
                             row[i] += much * count
         received, sent_on = self.crossings[index], self.crossings[index + 1 : index + 2]
-        for crossing in (received, *sent_on):  # received values, and the gradients of sent values
+        for crossing in (received, *sent_on):  # gathers received values, and the gradients of sent values
             if gathered := crossing.gathered_bytes(self.mesh, self.scatters):
                 row = moved.setdefault((self.mesh.tensor_axis, "all_gather"), [0, 0.0, 0.0])
                 for i, much in enumerate(gather_cost(gathered, self.mesh, self.hardware)):
@@ -442,7 +442,7 @@ class TableCost:
         return self._bytes_before_zero(name) / self.mesh.size(self._zero_axis(name))
 
     def sent_bytes(self, name: str) -> float:
-        """Return the bytes of a gradient that is reduced or synchronized once a step, in the stored dtype."""
+        """Return the bytes, in the stored dtype, of a gradient that is reduced or synchronized once a step."""
         return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
 
     def _bytes_before_zero(self, name: str) -> float:
@@ -461,7 +461,7 @@ class TableCost:
         return self.read_bytes(name) if self.is_cut(name) and self.setting.zero < 3 else 0.0
 
     def once(self, parameters: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
-        """Return a rank's entry in `Plan.timing`: the seconds of its work once a step.
+        """Return a rank's entry in `Plan.timing`: the seconds of the work that runs once a step.
 
         Args:
             parameters: {parameter of the rank: its name in the table}.
@@ -493,7 +493,7 @@ class TableCost:
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """Number of data-parallel ranks of a `dp_sync` method, and distance in ranks between neighbours."""
+        """Number of data-parallel ranks of a `dp_sync` method, and the distance in ranks between neighbours."""
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         return self.mesh.size(axis), self.mesh.stride(axis)
 
@@ -510,10 +510,10 @@ class TableCost:
     def _reduced_bytes(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
     ) -> dict[tuple[tuple[str, int, int], ...], float]:  # fmt: skip
-        """Return {groups of ranks: bytes of the gradients that they reduce}.
+        """Return {groups of ranks: bytes of the gradients that are reduced over these groups}.
 
-        A group is (axis, number of ranks, stride in ranks). If a key has several groups, the gradients are reduced
-        over one group after another.
+        A group is (axis, number of ranks, stride in ranks). If a key has several groups, the gradients are reduced over
+        one group after another.
         """
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():

@@ -17,10 +17,10 @@ from autopart.ir.run.schedules import Schedule
 from autopart.ir.run.sync_option import SyncOption
 
 _BlockRun = list[Any]
-"""`[module path of a list of blocks, index of the block, [row, ...]]`: consecutive operators of one block."""
+"""Consecutive operators of one block: `[module path of the list of blocks, block index, [row, ...]]`."""
 
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
-"""Name of a parameter in a repeated block: module path of the list of blocks, index of the block, rest."""
+"""Pattern of a parameter's name in a repeated block: module path of the list, block index, rest."""
 
 
 def plan_setting(
@@ -80,7 +80,7 @@ class _OrderEntry(NamedTuple):
     Args:
         row: index of the operator's row.
         path, number: list and index of the block that owns the parameters; "" and 0 outside of blocks.
-        block: the block that the operator is in, as "path.number".
+        block: the block of the operator, as "path.number".
     """
 
     row: int
@@ -89,7 +89,7 @@ class _OrderEntry(NamedTuple):
     block: str
 
     def later(self, blocks: int) -> _OrderEntry:
-        """Return the entry of the equal operator that is `blocks` blocks later."""
+        """Return the entry of the equal operator in the block that comes `blocks` blocks later."""
         return self._replace(number=self.number + blocks if self.path else 0)
 
 
@@ -188,7 +188,7 @@ def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
-    """Compress runs of operators to {"runs": runs, "times": number of blocks with equal runs}.
+    """Yield {"runs": runs, "times": number of following blocks that repeat these runs, with the first}.
 
     A run is a sequence of consecutive operators of one block. "times" is omitted if it is 1.
 
@@ -209,12 +209,9 @@ def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
 
 
 def _repetition(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
-    """Find runs of operators that repeat in the following blocks, starting at a given run.
+    """Find runs of operators, starting at index `start`, that repeat in the following blocks.
 
     Returns (number of runs, number of repetitions), or (1, 1) if there is no repetition.
-
-    Args:
-        start: index of the first run.
     """
     if not runs[start][0]:
         return 1, 1
@@ -232,7 +229,7 @@ def _repetition(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
 
 
 def _shifted_blocks(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
-    """Return copies of runs of operators whose block index is larger by `later`."""
+    """Return copies of runs of operators, with block indices increased by `later`."""
     return [[path, number + later if path else number, rows] for path, number, rows in runs]
 
 
@@ -241,11 +238,11 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_BlockRun]:
 
 
 _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0, "contiguous": True}
-"""Optional fields of a parameter and their defaults: mixed precision, `dp_sync` methods, non-contiguous shards."""
+"""Optional fields of a parameter with their defaults, for mixed precision, `dp_sync` and shards."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
 _RANKS = (*CHOSEN, "m")
-"""Axes whose number of ranks is stored, and the microbatches of a tail, if they are more than one in the plan."""
+"""Reference sizes that are stored only if they exceed one: ranks of axes, microbatches of a tail."""
 _BYTES = ("in_forward", "in_backward", "crossing")
 _OPTIONAL_BYTES = ("kept", "load", "alike", "unkept", "kept_later", "after_backward", "delayed")
 """Fields of an `OperatorRow` that are stored if they are not zero."""

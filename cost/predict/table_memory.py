@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import TableCost
 
 Order = Sequence[tuple[int, str, int]]
-"""Operators as in `Table.order`."""
+"""List of operators, as in `Table.order`."""
 
 
 class ParameterUses(NamedTuple):
@@ -126,7 +126,7 @@ def _rank(
 
 
 def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Action, ...]:
-    """Replace split backwards by full backwards on stages whose backward the runtime never splits.
+    """Replace split backwards by full backwards, for stages whose backward the runtime never splits.
 
     Args:
         order: the actions of a rank.
@@ -243,7 +243,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the index of the last operator of its recomputed region.
 
-    For an operator outside of regions, the index is that of the last operator of the next region.
+    An operator outside of regions gets the index for the next region.
     """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
@@ -253,7 +253,7 @@ def _region_ends(priced: TableCost, order: Order) -> list[int]:
 
 
 def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
-    """Return the peak memory of operators in addition to their saved tensors, and their communication.
+    """Return the communication of operators, and their peak memory in addition to their saved tensors.
 
     When the backward of an operator runs, later operators have already run theirs. Their saved tensors are freed, and
     the gradients of their weights are allocated.
@@ -294,7 +294,7 @@ def _forward(
     """
     begins, ends = _none(), _none()
     for i, row in enumerate(traffic.rows):
-        for name in row.names[:1]:  # the first name is read first
+        for name in row.names[:1]:  # the group's first weight is read first
             begins[reads[name].first] += (*traffic.gathers(i), MemoryEvent("takes", row.whole_bytes))
         for name in row.names:
             ends[reads[name].last].append(MemoryEvent("takes", -weights[name].whole_bytes))
@@ -333,7 +333,7 @@ def _backward(
         end = last - min((one.first for one in row_reads), default=0)
         if any(one.kept for one in row_reads):
             ends[end].append(MemoryEvent("takes", -row.whole_bytes))
-        if grads:  # they are sent before the operator's saved tensors are freed
+        if grads:  # the reduction starts before the operator's saved tensors are freed
             saved_bytes, sent = float(sizes.kept[last - end]), sum(weight.part_bytes for weight in grads)
             ends[end].append(MemoryEvent("takes", saved_bytes))
             ends[end].append(MemoryEvent("sends", row.grad_bytes, sent))
@@ -381,7 +381,7 @@ def _traffic(
     trained = {name: one for name, one in weights.items() if reads[name].trained and name not in gathered}
     scattered = {name: one for name, one in trained.items() if name in cut}
     summed = {name: one for name, one in trained.items() if name not in cut and one.is_summed}
-    rows: dict[Any, dict[str, CommParameter]] = {}  # one group per block; recomputed reads separately
+    rows: dict[Any, dict[str, CommParameter]] = {}  # one group per block; recomputed weights have a separate group
     for (name, one), run in zip(gathered.items(), block_runs(gathered), strict=True):
         rows.setdefault((run, reads[name].again, one.kind), {})[name] = one
     sent = *reduce_buckets(summed), *reduce_scatter_buckets(scattered, zero, priced.setting.schedule.microbatches)

@@ -20,8 +20,8 @@ class Parameter:
         axes: axes over which its gradient is reduced once a step.
         trained: True if it gets a gradient.
         over: axes over which ZeRO-3 shards it, as one flattened axis; empty if it stays unsharded.
-        read: itemsize of the compute dtype divided by that of the stored parameter (mixed precision).
-        summed: itemsize of the reduced gradient divided by that of the stored parameter (mixed precision).
+        read: bytes of an element in the compute dtype divided by bytes of a stored element (mixed precision).
+        summed: bytes of an element of the reduced gradient divided by bytes of a stored element (mixed precision).
         cast_again: True if the backward casts it again.
         itemsize: bytes of an element, if a data-parallel method replaces the all-reduce.
         rows: size of the first dim of a matrix, if a data-parallel method replaces the all-reduce.
@@ -107,7 +107,10 @@ class OperatorRow:
 
 
 class RowBytes(NamedTuple):
-    """Bytes of operators, as arrays. Each array has the values of the `OperatorRow` field with its name."""
+    """Bytes of operators, as arrays by row.
+
+    Each array has the values of the `OperatorRow` field with its name.
+    """
 
     kept: np.ndarray
     in_forward: np.ndarray

@@ -101,7 +101,7 @@ class Timeline:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """For each rank, the seconds in which it runs actions."""
+        """Seconds in which each rank runs actions."""
         return tuple(math.fsum(span.end_s - span.start_s for span in spans) for spans in self.spans)
 
     @property
@@ -117,7 +117,7 @@ class Timeline:
 
     @cached_property
     def in_flight(self) -> tuple[dict[int, int], ...]:
-        """For each rank, {stage: microbatches saved for backward} when their total is largest."""
+        """For each rank, {stage: microbatches saved for backward} at the time when their total is largest."""
         orders = [
             (*[Action(spans[0].stage, "F", -1)] * begun,
              *(Action(span.stage, span.kind, span.microbatch) for span in spans))
@@ -257,8 +257,10 @@ def _hidden_s(durations: Durations, rank: int, last_s: float) -> float:
 
 
 _FILLING, _COUNTED, _EMPTYING = 4, 4, 1
-"""Numbers of consecutive batches that fill the pipeline, over which the time from batch to batch is averaged, and that
-drain the pipeline. The time is averaged because waiting for unequal stages and sends may differ between batches."""
+"""Numbers of simulated batches that fill the pipeline, that are timed, and that drain the pipeline.
+
+The time from batch to batch is averaged, because waiting for unequal stages and sends may differ between batches.
+"""
 
 
 def _overlapping_steps(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
@@ -328,8 +330,10 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
 
 
 _Result = tuple[int, str, int]
-"""The result of an action as (stage, kind, microbatch). The kind "B" also represents "I", whose result is the same
-gradient."""
+"""The result of an action, as (stage, kind, microbatch).
+
+The kind "B" (backward) also represents "I" (input backward), whose result is the same gradient.
+"""
 
 _PREREQUISITE = {"B": "F", "I": "F", "W": "B", "U": "B"}
 """{kind of action: kind of the action that must run before it on its stage, with the same microbatch}."""
@@ -359,7 +363,7 @@ class _EventSimulation:
         self.spans: list[list[Span]] = [[] for _ in orders]
         self.unsent: list[list[Action]] = [[] for _ in orders]
         self.done: dict[_Result, float] = {}
-        self.sent: dict[_Result, float] = {}  # arrival in seconds; without overlap, the time at which it can be sent
+        self.sent: dict[_Result, float] = {}  # time of arrival; without overlap, time of readiness
         self.link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
         self.waiting: dict[int, _Result] = {}
 
@@ -401,7 +405,7 @@ class _EventSimulation:
         return woken
 
     def _received(self, action: Action) -> _Result | None:
-        """Return the result of a neighbouring stage that an action uses, or None if it uses none."""
+        """Return the result of a neighbouring stage that an action uses, or None if it uses no such result."""
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
         comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
@@ -427,7 +431,7 @@ class _EventSimulation:
     def _wake_tied(self, result: _Result) -> list[int]:
         """Return the ranks that waited for this backward to reduce gradients of tied parameters.
 
-        The ranks are removed from `waiting`.
+        They are removed from `waiting`.
         """
         waited = [rank for rank, missing in self.waiting.items() if missing == result
                   and self.orders[rank][len(self.spans[rank])].kind == "U"]  # fmt: skip
