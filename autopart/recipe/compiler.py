@@ -54,14 +54,14 @@ class _Traced:
     """One traced call of the model, with the plan's decisions for this call.
 
     Attributes:
-        with_outputs: for a model with a `loss_fn`: the trace includes the model's own outputs.
+        with_outputs: for a model with a `loss_fn`: True if the trace includes the model's own outputs.
         guards: the Python values that the trace depends on.
         first_guards: guards of the first trace with the same shapes, dtypes and options.
         changed_values: the differences between `first_guards` and `guards`, as text. Ranks compare this text.
         row_inputs: as in `Program`.
         programs: {purpose: program} of the programs written so far.
-        derived_from: for a call that was not traced: the traced calls with other sizes, and the sizes of this call.
-            All other attributes are then those of one of the traced calls.
+        derived_from: for a call that was not traced: the traced calls with other sizes, and the sizes of this call. All
+            other attributes are then those of one of the traced calls.
     """
 
     trace: Trace
@@ -94,7 +94,8 @@ class Compiler:
         self._plan = plan
         self._traced: Recent[_Traced] = Recent(MAX_CALLS)
         self._families: Recent[CallFamily[_Traced]] = Recent(MAX_CALLS)
-        self._signatures = WeakKeyDictionary[Any, inspect.Signature]()  # of forward, which a user may replace
+        # Signatures of forward, which a user may replace.
+        self._signatures = WeakKeyDictionary[Any, inspect.Signature]()
         self._example: _Traced | None = None
         self._last: _Traced | None = None
         self._decided: dict[str, OnAxes] = {}
@@ -103,7 +104,7 @@ class Compiler:
         self._values_read: dict[tuple[str, str], set[str]] = {}
         """{(expression, source line): the values that Python read in the traces}."""
         self._has_warned_of_change = False
-        self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # of calls that differ in nothing but numbers
+        self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # for each set of calls that differ only in numbers
         self._has_number_inputs = False
         self.changed_values = ""
         self._random = torch.Generator()
@@ -134,7 +135,7 @@ class Compiler:
 
     @property
     def plan(self) -> Plan:
-        """The plan. Available after the model was traced or a plan was given.
+        """The plan. Available after the first trace, or if a plan was passed.
 
         Its figures (time, memory, FLOPs) depend on `torch.autocast`. If the last training call ran under other autocast
         settings than the call that was planned, the figures are counted for the last call.
@@ -165,7 +166,7 @@ class Compiler:
         return replace(plan_of(class_of(self.model), draft, options, figures, plan.reasons), pins=plan.pins)
 
     def ready(self) -> Program | None:
-        """Return the forward program of the example call, None if no example call was given at construction."""
+        """Return the forward program of the example call; None if no example call was passed at construction."""
         return None if self._example is None else self._write(self._example, "forward")
 
     def agreed(self) -> dict[str, str]:
@@ -211,7 +212,7 @@ class Compiler:
         return bind_next_call(self.model, self._signatures[function], args, kwargs)
 
     def reseed(self, seed: int) -> None:
-        """Restart the sequence of dropout masks, with the same seed on every rank."""
+        """Restart the sequence of dropout masks from this seed, which must be equal on every rank."""
         self._random.manual_seed(seed)
 
     def _seeds(self, program: Program) -> list[Tensor]:
@@ -280,12 +281,13 @@ class Compiler:
             except TraceError:
                 if not added:
                     raise
-                inputs.refuse(added)  # the model's code decides by a number, or passes it to an operator as a number
+                inputs.refuse(added)  # the model's code branches on a number, or an operator needs a number
                 added = set()
         return traced_as(key, key_of(True, sizes=False), arguments, {}), call
 
     def _new_family(self) -> CallFamily[_Traced]:
-        along = {axis: size * (2 if axis == "cp" else 1) for axis, size in self.mesh.sizes.items()}  # 2: zigzag
+        # Zigzag: two chunks per rank.
+        along = {axis: size * (2 if axis == "cp" else 1) for axis, size in self.mesh.sizes.items()}
         of_rows = math.prod(size for axis, size in along.items() if axis != "pp")
         of_others = math.prod(size for axis, size in along.items() if axis not in ("pp", *self.mesh.along("rows")))
 
@@ -343,7 +345,7 @@ class Compiler:
             traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
         if self.options.local_batch and self.mesh.data_parallel_size > 1:
             check_global(traced.value_guards)
-        if settings != self._model_settings:  # the plan has other operators
+        if settings != self._model_settings:  # other settings than the plan's: operators may differ
             traced = replace(traced, mode=f"{traced.mode}+{digest(settings)}")
         self._check_written(traced)
         if self._plan is None:
@@ -351,7 +353,7 @@ class Compiler:
             warn_of_memory(self._plan)
         check_plan_model(self._plan, type(self.model).__name__, traced.parameters)
         decisions = decode(traced, self._plan, self.mesh, self._decided)
-        # The first trace to decide an operator decides it for all that follow.
+        # If several traces have an operator, the decision of the first one stays.
         self._decided = {**decided_by(traced, decisions), **self._decided}
         self._num_traces, self._trace_s = self._num_traces + 1, self._trace_s + time.perf_counter() - start_s
         for guard in traced.value_guards:
@@ -417,7 +419,7 @@ class Compiler:
                 )  # fmt: skip
                 program = with_label_count(program, loss)
             else:
-                # Without stages a call runs the full batch at once: microbatches are for training steps.
+                # Without a pipeline, a call runs the full batch at once. Only training steps use microbatches.
                 if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
                     decisions = without_microbatches(traced.trace, decisions)
                 program = lower(

@@ -1,4 +1,7 @@
-"""Steps from a model to a plan: trace, normalize, annotate, choose, write programs, count, summarize."""
+"""Steps from a model to a plan: trace, normalize, annotate, choose, write programs, count, summarize.
+
+A graph is annotated if its nodes have the facts that planning needs (`ir/facts.py`).
+"""
 
 from __future__ import annotations
 
@@ -89,16 +92,17 @@ def prepare(
     """Trace, normalize and annotate a model for a call.
 
     Args:
-        double: make the graph compute in float64, also if the model casts to a smaller dtype.
+        double: True to make the graph compute in float64, even if the model casts to a smaller dtype.
         written: frozen parameters that another call writes.
         precision: mixed precision, in place of the model's own dtypes. If `double` is set, its casts become identities.
-        fold: deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a graph is
-            not run.
+        fold: True to deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a
+            graph is not run.
     """
     check_folder()
     with compute_dtype_context(model, precision, written):
         traced = _prepared(model, arguments, double, written, fold)
-    if precision is not None and not traced.written <= set(written):  # these keep their dtype: they are buffers
+    # Parameters that are written become buffers, which keep their dtype.
+    if precision is not None and not traced.written <= set(written):
         return prepare(model, arguments, double, {*written, *traced.written}, precision, fold)
     notes = (*traced.notes, *precision_notes(model, precision))
     return replace(traced, notes=notes, precision=None if double else precision)
@@ -123,7 +127,7 @@ def _prepared(
 
 
 def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, double: bool) -> Trace:
-    """Normalize and annotate a trace, and check that the model's gradients and the graph's agree."""
+    """Normalize and annotate a trace, and check that the model and the graph give the same gradients."""
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
     if lifted:
@@ -152,7 +156,7 @@ def unfolded(traced: Trace) -> Trace:
 def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
     """Return the annotated trace with equal blocks deduplicated, but only within a pipeline stage.
 
-    A block that contains a stage boundary is not merged with any other block.
+    A block that contains a stage boundary is neither removed nor does it represent other blocks.
     """
     if mesh.size("pp") == 1 or traced.whole is None:
         return traced
@@ -165,7 +169,10 @@ def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
 
 
 def _annotate_like(known: Trace, other: Trace) -> Trace:
-    """Annotate `other` with the same passes as `known`. Both are traces of one call."""
+    """Annotate the trace `other` by running the passes that annotated `known`.
+
+    Both are traces of one call.
+    """
     run_passes(other.graph, AS_TRACED)
     run_passes(other.graph, NORMALIZE)
     other = replace(other, notes=known.notes, precision=known.precision)
@@ -232,10 +239,10 @@ def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
 
 
 def candidates(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
-    """Return the settings to try under a memory limit, fastest first: {option: value} each.
+    """Return the settings to try under a memory limit, fastest first, as {option: value}.
 
-    Only options that the user left open are set. The first candidate sets none, the next ones sequence parallelism,
-    `zero=3`, and both.
+    Only options that the user left open are set. The first candidate sets no option, the next ones set sequence
+    parallelism, `zero=3`, and both.
     """
     cuts: list[dict[str, Any]] = [{}]
     if options.sequence_parallel == "auto" and mesh.tensor_parallel_size > 1:
@@ -258,7 +265,7 @@ def _memory_error(traced: Trace, mesh: Mesh, options: Options, draft: Draft, nee
 
 
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
-    """Return True if blocks can be deduplicated, because all options treat equal blocks equally.
+    """Return True if blocks can be deduplicated, because all options treat equal blocks in the same way.
 
     Pins, recomputation by block name, `dp_sync` methods by parameter name and `prefetch` above 1 can treat equal blocks
     differently. Dumps of passes also exclude deduplication, because they show the full graph.
@@ -273,7 +280,7 @@ def _reasons(draft: Draft) -> Reasons:
 
 
 def _worst_bytes(draft: Draft, is_compiled: bool) -> int | None:
-    """Return the bytes of the fullest rank if all tokens go to its experts; None without expert dispatch."""
+    """Return the bytes of the fullest rank if its experts get all tokens; None without expert dispatch."""
     problem, decisions = draft.problem, draft.decisions
     if not decisions.routes:
         return None
@@ -285,9 +292,9 @@ def _worst_bytes(draft: Draft, is_compiled: bool) -> int | None:
 
 
 def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
-    """Return the options with the model's own activation checkpoints, and notes on them for the user.
+    """Return the options, with `recompute` set to the model's own checkpoints, and notes for the user.
 
-    The options are unchanged if `recompute` is given.
+    The options are unchanged if the user has set `recompute`.
     """
     if not traced.checkpointed:
         return options, ()
@@ -299,10 +306,11 @@ def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[s
 
 
 def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = None) -> Draft:
-    """Choose placements and stages, and write the program.
+    """Choose placements and stages of a plan, and write its program.
 
     Args:
-        known: an earlier draft for an equal number of `tp` ranks. Its placements are reused, only stages are chosen.
+        known: an earlier draft for an equal number of `tp` ranks. Its placements are reused, and only stages are
+            chosen.
     """
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
@@ -336,7 +344,7 @@ def _check_options(problem: Problem, options: Options) -> None:
 def _with_program(problem: Problem, decisions: Decisions, solved: Mapping[str, Solved], options: Options) -> Draft:
     """Write the program of the decisions, with scatter-gather sends between stages if these are cheaper."""
     traced, outputs = problem.trace, plan_outputs(problem.trace)
-    rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
+    rng: Rng = "fast" if options.memory is None else options.rng  # a memory limit applies to the program that will run
     decisions = replace(decisions, scatter_sends=False)
     unscattered = written(traced, decisions, outputs, rng, options.compile)
     decisions.dp_sync.check_program(unscattered.program)
@@ -350,7 +358,7 @@ def _with_program(problem: Problem, decisions: Decisions, solved: Mapping[str, S
 def written(
     traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng, is_compiled: bool = False
 ) -> Written:  # fmt: skip
-    """Write the program of a training step, and analyse the liveness of its stages, to count its cost."""
+    """Write the program of a training step, and analyse the memory use (liveness) of its stages."""
     program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
     for stage in program.stages:
         check_written(stage.graph.graph, traced.folds)
@@ -359,9 +367,9 @@ def written(
 
 
 def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:
-    """Return the planning problem of a trace.
+    """Return the planning problem of a trace, a mesh and options.
 
-    `schedule`: None takes it from the options, or a default.
+    `schedule`: None takes the schedule from the options, or a default.
     """
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
@@ -390,7 +398,7 @@ def _feature_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def left_open(options: Options) -> dict[str, Any]:
-    """Return {option: given value} of the options that can be changed to save memory."""
+    """Return {option: current value} of the options that may be changed to save memory."""
     return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
 
 
@@ -425,7 +433,7 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
 
 
 def _divisors(size: int, most: int) -> list[int]:
-    """Return the divisors of `size` up to `most`, largest first."""
+    """Return the divisors of `size` that are at most `most`, largest first."""
     return [m for m in range(min(size, most), 0, -1) if size % m == 0]
 
 
@@ -439,7 +447,7 @@ def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
     """Return the node of the loss among the outputs (`loss_entry`), None if there is no scalar loss.
 
     Args:
-        with_outputs: the traced model is a `WithLossAndOutputs`, whose first output is the loss.
+        with_outputs: True if the traced model is a `WithLossAndOutputs`, whose first output is the loss.
     """
     flat = list(traced.graph.output_node().args[0])
     output = tree_unflatten(flat, traced.output_spec)

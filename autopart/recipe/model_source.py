@@ -28,17 +28,23 @@ from autopart.errors import InputError, OptionError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 CONFIGS = Path(__file__).parent.parent / "configs"
-"""Configs by name, with the sizes as published: GPT-2 (Radford 2019), GPT-3 (Brown 2020; the padded vocabulary of
-Narayanan 2021), Llama 2 and 3 (Touvron 2023, Grattafiori 2024), Mixtral (Jiang 2024)."""
+"""{name: transformers config} with the published sizes.
+
+Sources: GPT-2 (Radford 2019), GPT-3 (Brown 2020; the padded vocabulary of Narayanan 2021), Llama 2 and 3 (Touvron 2023,
+Grattafiori 2024), Mixtral (Jiang 2024).
+"""
 
 BATCH, SEQUENCE, COMPUTED_SEQUENCE = 8, 512, 128
-"""Rows of an example, and its tokens: the default without a length in the config, and the maximum to compute."""
+"""Sizes of an example call: samples, default tokens per sample, and maximum tokens for a run.
+
+The default is used if the config has no length. The maximum applies to commands that run the model.
+"""
 
 LONGEST = 2048
-"""Default tokens of a row of an example."""
+"""Maximum default number of tokens per sample of an example."""
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
-"""Names in configs of the maximum sequence length."""
+"""Names that configs use for the maximum sequence length."""
 
 _TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
@@ -60,12 +66,12 @@ class SourceOptions:
     """Options to build the model and its example.
 
     Attributes:
-        meta: create weights on the meta device, with shapes but no values.
+        meta: True to create weights on the meta device, with shapes but no values.
         dtype: a key of `DTYPES`. None: the dtype of the callable, or for a config its own dtype on `meta`, else
             float32.
-        batch, sequence: rows and tokens of the example, for configs. None: 8 rows, and as many tokens as the config
-            allows.
-        short: use at most 128 tokens, for commands that run the model instead of only planning it.
+        batch, sequence: samples and tokens per sample of the example, for configs. None: 8 samples, and as many tokens
+            as the config allows.
+        short: True to use at most 128 tokens, for commands that run the model instead of only planning it.
     """
 
     meta: bool = False
@@ -105,7 +111,7 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
 
 
 def _kinds(built: Any) -> str:
-    """Return `a tuple of Linear, int`: the types that a callable returned, for errors."""
+    """Return the types of a callable's result as text, for errors: `a tuple of Linear, int`."""
     inner = f" of {', '.join(type(part).__name__ for part in built)}" if isinstance(built, tuple) else ""
     return f"a {type(built).__name__}{inner}"
 
@@ -125,7 +131,7 @@ def _find(name: str) -> Any:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that the user's own module imports
+            raise  # the missing module is one that the user's module imports
         raise InputError(
             f"--model {name}: there is no module '{error.name}'",
             why="searched the Python path and the current directory",
@@ -160,7 +166,7 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     language model class for the config's `model_type`. Raises InputError if the file, its `model_type` or its class is
     unknown, or the model does not take tokens.
     """
-    phase("reading the config")  # imports transformers, of which a model takes a large part
+    phase("reading the config")  # transformers takes long to import
     config = _read_config(_config_path(path))
     kind = _model_class(config, path)
     config_dtype = str(config.dtype).removeprefix("torch.") if options.meta and config.dtype is not None else "float32"
@@ -169,7 +175,7 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     phase("making the model")
     with _creation_context(options.meta, dtype):
         model: Any = kind(config)
-    if getattr(model, "loss_type", "") is None:  # transformers' default, which it warns of every time
+    if getattr(model, "loss_type", "") is None:  # pass transformers' default, to avoid its warning
         model.loss_type = "ForCausalLM"
     example = _tokens(model, config, options)
     return ModelSource(model, example, _note(example, config, options))
@@ -268,9 +274,7 @@ def _read_config(path: Path) -> Any:
         )
     config = transformers.AutoConfig.for_model(kind, **data)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = (
-            getattr(config, "pad_token_id", None) or 0
-        )  # its labels are shifted inside the model
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # the model itself shifts the labels
     return config
 
 
@@ -304,7 +308,7 @@ def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
 def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, Tensor]:
     """Return random tokens as `input_ids`, and `labels` if the model takes them.
 
-    The labels are a copy of the inputs; for an encoder-decoder, they are random tokens of their own.
+    The labels are a copy of the inputs. For an encoder-decoder, they are other random tokens.
     """
     name, inputs = type(model).__name__, inspect.signature(model.forward).parameters
     if "input_ids" not in inputs or ("labels" in inputs and not name.endswith(_TOKEN_LABELS)):

@@ -57,7 +57,8 @@ def check_plan_options(options: Options, plan: Plan) -> None:
             f"zero={options.zero} contradicts the plan, which {planned_sharding}",
             where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
-    if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions shard as with zero=3
+    # Plans of earlier versions lack `zero`, and shard as with zero=3.
+    if options.zero and options.zero != (plan.zero or 3):
         raise OptionError(
             f"zero={options.zero} contradicts the plan, which has zero={plan.zero}", where=plan.where("zero"),
             hint="leave zero out, or edit the plan",

@@ -1,4 +1,4 @@
-"""Assembly of a plan from decisions: its entries, and its figures (time, memory, FLOPs)."""
+"""Assembly of a plan from its decisions, with predicted figures (time, memory, FLOPs)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Written(NamedTuple):
-    """A program, and the liveness analysis of each of its stages."""
+    """A program, with the liveness analysis (memory use) of each of its stages."""
 
     program: Program
     walks: Sequence[Liveness]
 
 
 class Draft(NamedTuple):
-    """A planning problem, its decisions and their program, before time, memory and FLOPs are counted.
+    """A plan before its time, memory and FLOPs are counted: the problem, its decisions and the program.
 
     Attributes:
         problem: the planning problem.
@@ -64,7 +64,7 @@ class Draft(NamedTuple):
 
 
 def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
-    """Count FLOPs, bytes and collectives of the operators of a draft, on its mesh and schedule."""
+    """Predict time and memory of a draft: count the FLOPs, bytes and collectives of its operators."""
     problem, decisions, program, _, walks, whole = draft
     counted = whole if whole is not None else Written(program, walks)
     table = tabulate(problem.trace, counted.program, counted.walks, {}, is_compiled)
@@ -74,7 +74,7 @@ def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
 
 
 def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_even: Partition | None) -> list[str]:
-    """Return a note if stages with less imbalance exist, but were not chosen because they send more."""
+    """Return a note if stages with less imbalance exist, but were not chosen because they send more bytes."""
     pinned = problem.pins.cuts or problem.pins.together
     if most_even is None or pinned:
         return []
@@ -87,7 +87,7 @@ def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_e
 
 
 def _tail_notes(draft: Draft, options: Options) -> list[str]:
-    """Return a note if the schedule was chosen because operators run once on all microbatches."""
+    """Return a note if the schedule was chosen because operators must run once for all microbatches."""
     tail, name = draft.decisions.tail, draft.problem.schedule.name
     if not tail or options.schedule is not None:
         return []

@@ -55,7 +55,7 @@ class Recent(Generic[Made]):
         return sum(map(len, self._entries.values()))
 
     def find(self, key: Hashable, fits: Callable[[Made], bool]) -> Made | None:
-        """Return the first entry of a key for which a test is true; None if there is none."""
+        """Return the first entry of a key for which `fits` returns True; None if there is no such entry."""
         entries = self._entries.get(key, [])
         for place, entry in enumerate(entries):
             if fits(entry):
@@ -105,8 +105,8 @@ def call_key(
 
     Args:
         call: `arguments` flattened.
-        numbers: include the values of Python numbers, not only their types.
-        sizes: include the sizes of the tensors, not only their numbers of dims.
+        numbers: True to include the values of Python numbers. False to include only their types.
+        sizes: True to include the sizes of the tensors. False to include only their numbers of dims.
     """
     tensors = tuple((t.shape if sizes else t.dim(), t.dtype, t.requires_grad) for t in call.tensors)
     options = tuple((name, _value_key(option, numbers)) for name, option in call.options.items())
@@ -142,7 +142,7 @@ def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashabl
         return _value_key(function, numbers)
     try:
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # a variable that is not set yet
+    except ValueError:  # the closure variable is not set yet
         return Same(function)
     inside = (*closure, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return function.__code__, Same(function.__globals__), tuple(_value_key(value, numbers) for value in inside)
@@ -160,7 +160,7 @@ def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], C
     """Warn, once per model, that a suspiciously large number of different calls was traced.
 
     Args:
-        values: {(expression, source line): the values of inputs that the model's Python read there}.
+        values: {(expression, source line): values of inputs that the expression returned to the model's Python}.
     """
     if number != MANY_CALLS:
         return
@@ -177,10 +177,7 @@ def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], C
 
 
 def warn_of_copies(rows: int, mesh: Mesh) -> None:
-    """Warn that every data rank computes the full batch.
-
-    The batch size is not a multiple of the number of data ranks.
-    """
+    """Warn that every data rank computes the full batch, because the batch size is not divisible."""
     axes = mesh.along("rows")
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(

@@ -33,11 +33,14 @@ PREFIX = "model."
 
 
 class ExportEntry(nn.Module):
-    """Module that torch.export traces: it calls the model with the tensors as inputs.
+    """Module that torch.export traces: it calls the model with the call's tensors as its only inputs.
 
-    All other arguments are fixed, and can be of any type. The names of the inputs come from `tensor_names`. The
-    outputs are those of the model. `autocast`: the autocast state of the call. `state`: recorder of the forward's side
-    effects.
+    All other arguments are fixed, and can be of any type. The names of the inputs come from `tensor_names`. The outputs
+    are those of the model.
+
+    Attributes:
+        autocast: the autocast state of the call.
+        state: recorder of the forward's side effects.
     """
 
     def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):
@@ -54,8 +57,8 @@ class ExportEntry(nn.Module):
         inputs = [leaf for leaf in (*leaves, *self.numbers.values()) if isinstance(leaf, Tensor)]
         self.real = inputs
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
-        self.draws_by_torch = False  # whether Python's random numbers are torch's
-        self.draws_on_host = False  # whether functions that draw Python's random numbers are host functions
+        self.draws_by_torch = False  # True: torch draws Python's random numbers
+        self.draws_on_host = False  # True: functions that draw them are host functions
         self.spoken = [users_input(model, name) for name in names]
         self.tensor_names = tensor_names(names)
 
@@ -94,7 +97,7 @@ class ExportEntry(nn.Module):
         host = host_functions(self.model, self.semantics.known, self.draws_on_host) if is_traced else nullcontext()
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
-        watched = watched_frames()  # below `semantics`, which looks at the frames of its callers
+        watched = watched_frames()  # entered before `semantics`, which inspects its callers' frames
         with (
             watched, written, assigned(numbers), self.state, self.autocast, floats, semantics, hook, checkpoints,
             conditions, transforms, draws, host,
@@ -119,9 +122,9 @@ def tensor_names(names: Sequence[str]) -> list[str]:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the dataclasses in a value that contain tensors, and subclasses of dict, as pytree nodes.
+    """Register container classes in a value as pytree nodes: dataclasses with tensors, dict subclasses.
 
-    Classes that are registered already do not change.
+    Classes that are registered already are left unchanged.
     """
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, dict):

@@ -1,4 +1,4 @@
-"""Modes of the caller that a trace must not run under: inference mode, and saved-tensor hooks."""
+"""Modes of the caller that must be off during a trace: inference mode, and saved-tensor hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed precision in a trace: the model runs with its parameters in the compute dtype."""
+"""Mixed precision: a trace in which the model's parameters have the compute dtype."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
 
 
 def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str, ...]:
-    """Return a note that lists the complex parameters, which are not cast. Empty if there are none."""
+    """Return a note that lists the complex parameters, which are not cast. Empty without such parameters."""
     if precision is None:
         return ()
     kept = [f"'{name}'" for name, parameter in users_model(model).named_parameters() if parameter.is_complex()]

@@ -37,16 +37,18 @@ from autopart.ir.subgraphs import ancestors_of
 from autopart.ir.trace import Call
 
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
-"""Higher-order operators that are inlined, and how many options stand before their body: the grad mode; the device
-type, dtype, whether enabled, whether casts are cached."""
+"""{higher-order operator that is inlined: number of its arguments before the body}.
+
+For `no_grad` it is the grad mode; for autocast: device type, dtype, enabled, cache of casts.
+"""
 _FORMULAS = ("aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 _OURS = ("<eval_with_key>", "/torch/overrides.py", str(Path(__file__).parent.parent))
 CONSTANT = "_constant_"
-"""Prefix of the names of lifted constants."""
+"""Prefix of the names of constants that torch.export lifts to inputs."""
 
 
 def functional(program: Any) -> Any:
-    """Return the exported program without in-place writes."""
+    """Return an exported program in which in-place writes are replaced by functional operators."""
     graph_module = program.graph_module
     if not any(writes(n) or _is_no_operator(n) or _written_out(n) for n in graph_module.graph.nodes):
         return program
@@ -118,7 +120,7 @@ def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocas
 
 
 def _one_name_each(program: Any) -> None:
-    """Replace all names of a tied buffer or parameter by its first name.
+    """Replace all other names of a tied buffer or parameter by its first name.
 
     Otherwise torch cannot functionalize in-place writes to it.
     """
@@ -144,7 +146,7 @@ def _written_out(node: fx.Node) -> bool:
 
 
 def _is_no_operator(node: fx.Node) -> bool:
-    """Return True for a call that enters or leaves a mode such as autocast or vmap, instead of computing."""
+    """Return True for a call that computes nothing: it enters or leaves a mode such as autocast or vmap."""
     known = is_operator(node.target) or node.target is operator.getitem
     return node.op == "call_function" and not known
 
@@ -218,13 +220,13 @@ def own_frames(stack_trace: str) -> str:
 def name_outputs(
     model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]
 ) -> tuple[str, ...]:  # fmt: skip
-    """Split an exported program's outputs into the model's outputs and new values of its tensors.
+    """Split the outputs of an exported program into the model's outputs and new values of its tensors.
 
-    The new values are {name of a buffer or parameter: node}. Returns notes on inputs that the forward augments in
-    place with numbers that numpy or Python draws: the program does not write them.
+    The new values are {name of a buffer or parameter: node}. Returns notes on inputs that the forward augments in place
+    with numbers that numpy or Python draws: the program does not write these inputs.
 
     Args:
-        users_name: maps a tensor's name in the exported program to the user's name.
+        users_name: function from a tensor's name in the exported program to the user's name.
     """
     output = graph.output_node()
     kept: list[Any] = []

@@ -36,7 +36,7 @@ _CUTS = "aten::detach", "aten::detach_copy"
 
 @dataclass(frozen=True)
 class _GradientRun:
-    """Result of running a model or its traced graph: flat outputs, and tensors that can get a gradient."""
+    """Result of a run of the model or its traced graph: flat outputs, and tensors that can get gradients."""
 
     outputs: Sequence[Any]
     leaves: Mapping[int, str]
@@ -85,7 +85,7 @@ def with_gradients_checked(
     if not trained and not traced.call.with_gradient:
         return traced
     if traced.has_random_branches:
-        return traced  # a run of the model takes one side of each decision
+        return traced  # a run of the model takes only one side of each branch
     device = device_of_weights(model)
     entry = ExportEntry(model, arguments, flatten_call(arguments).names, device)
     leaves = {id(p): name for name, p in traced.all_parameters.items() if p.requires_grad}
@@ -97,7 +97,7 @@ def with_gradients_checked(
             known.bind(inputs, entry.real)
         with no_autocast(), meta_run(device, known):
             flat = tree_flatten(_call(entry, stands_for, inputs))[0]
-    except Exception as error:  # whatever the model's code makes of tensors without values
+    except Exception as error:  # the model's code may raise anything for tensors without values
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
         return replace(traced, notes=(*traced.notes, f"its gradients were not compared with the model's ({reason})"))
     tensors = {name: stands_for[id(p)] for name, p in traced.all_parameters.items() if p.requires_grad}
@@ -110,7 +110,7 @@ def with_gradients_checked(
 
 
 def _call(entry: ExportEntry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:
-    """Run the model's own Python on its call, and return the result."""
+    """Run the model's own Python on the traced call, and return the result."""
     weights = {f"{PREFIX}{name}": stands_for[id(t)] for name, t in _own_tensors(entry.model)}
 
     def apply(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -120,7 +120,8 @@ def _call(entry: ExportEntry, stands_for: Mapping[int, Tensor], inputs: Sequence
 
     with traceable(entry, apply):
         inputs_by_name = dict(zip(entry.tensor_names, inputs, strict=True))
-        return functional_call(entry, weights, (), inputs_by_name, tie_weights=False)  # `weights` has all names
+        # `weights` lists tied tensors under all names.
+        return functional_call(entry, weights, (), inputs_by_name, tie_weights=False)
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +157,7 @@ def _compare(
 
 
 def _static(traced: Trace) -> dict[fx.Node, set[str]]:
-    """Map each node to the names of trained parameters and inputs that its gradient flows to."""
+    """Return {node: names of the trained parameters and inputs that the node's gradient flows to}."""
     reached: dict[fx.Node, set[str]] = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":

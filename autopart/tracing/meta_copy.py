@@ -26,7 +26,7 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 class Source:
-    """The model that later calls are traced from: the user's model, or its copy without parameter values.
+    """The model that is traced for later calls: the user's model, or its copy without parameter values.
 
     The user's model is kept alive until its parameters are sharded. After that, only the user's references keep it
     alive.
@@ -44,9 +44,12 @@ class Source:
         return next(model for model in known if model is not None)
 
     def let_go(self, cut: Collection[str]) -> None:
-        """Replace the model by a copy without the values of the named parameters, so that it can be freed.
+        """Release the user's model: from now on, a copy without the values of the named parameters is traced.
 
         If the model cannot be copied, warns and keeps the model.
+
+        Args:
+            cut: names of the parameters that are sharded.
         """
         try:
             self._skeleton = meta_copy_of(self.model, cut)
@@ -60,7 +63,7 @@ class Source:
 
 
 class CannotCopy(Exception):
-    """Raised, with the reason, if a model cannot be copied without its parameter values."""
+    """Error: a model cannot be copied without its parameter values. The text is the reason."""
 
 
 def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
@@ -75,7 +78,7 @@ def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
     try:
         return _deep_copy(model, dict(shared))
     except Exception:  # whatever the attributes of a user's modules make of a copy
-        for thing in reversed(list(_reachable(model))):  # innermost first
+        for thing in reversed(list(_reachable(model))):  # innermost modules first
             if not isinstance(thing, (nn.Module, Tensor, dict, list, tuple, set)) and not _can_be_copied(thing, shared):
                 shared.setdefault(id(thing), thing)
         return _deep_copy(model, shared)
@@ -102,7 +105,7 @@ def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     parts = {key for key, value in memo.items() if key not in copies and id(value) != key}
 
     def in_copy(thing: Any) -> Any:
-        """Return the object of the copy for an object that a function refers to."""
+        """Return the copy of an object to which a function refers."""
         if id(thing) in memo:
             return memo[id(thing)]
         return copy.deepcopy(thing, memo) if any(id(part) in parts for part in _reachable(thing)) else thing
@@ -161,7 +164,10 @@ def meta_copy_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """Return {id: replacement in the copy} and {id: object to which the copy must not refer}."""
+    """Return two dicts for a copy of a model, with object ids as keys.
+
+    They are {id: replacement in the copy} and {id: object to which the copy must not refer}.
+    """
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -172,7 +178,7 @@ def _twins(
     for module in model.modules():
         originals[id(module)] = module
         for tensor in filter(_is_tensor, (*module._buffers.values(), *vars(module).values())):
-            computed = tensor.requires_grad and not tensor.is_leaf  # by a hook before every forward
+            computed = tensor.requires_grad and not tensor.is_leaf  # a hook computes it before every forward
             twins.setdefault(id(tensor), emptied(tensor.detach()) if computed else tensor)
         for name, value in vars(module).items():  # the user may change them: a config, a dict of settings
             if name not in _MODULES_OWN and _is_settings(value):
@@ -223,7 +229,7 @@ def _parts(thing: Any) -> list[Any]:
         return [*thing.keys(), *thing.values()]
     for kind in _LISTS:
         if isinstance(thing, kind):
-            return [*kind.__iter__(thing)]  # a class of its own may have no length (e3nn's Irrep)
+            return [*kind.__iter__(thing)]  # a user's class may have no length (e3nn's Irrep)
     return [vars(thing)] if hasattr(thing, "__dict__") else []
 
 

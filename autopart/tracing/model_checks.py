@@ -16,7 +16,7 @@ from autopart.errors import Refusal, TraceError
 
 
 def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Initialize the lazy modules of a model as its first call would, without side effects of that call.
+    """Initialize the lazy modules of a model as its first call would, without other effects of that call.
 
     A copy of the model is called. Each lazy module of the model is then initialized with the inputs that its copy got,
     in the order of these calls. Raises TraceError if the call fails.
@@ -24,7 +24,7 @@ def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) 
     paths = [path for path, module in model.named_modules() if _is_lazy(module)]
     if not paths:
         return
-    buffers = [b for b in model.buffers() if is_lazy(b)]  # torch cannot copy these
+    buffers = [b for b in model.buffers() if is_lazy(b)]  # torch cannot copy lazy parameters
     kind: Any = UninitializedBuffer
     new = {id(b): kind(requires_grad=False, device=b.device, dtype=b.dtype) for b in buffers}
     copied, calls = copy.deepcopy(model, new), dict[str, tuple[tuple, dict[str, Any]]]()
@@ -37,7 +37,7 @@ def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) 
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copied(*args, **kwargs)
-    except Exception as error:  # whatever the model's code raises
+    except Exception as error:  # the model's code may raise anything
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
         raise _lazy(model, paths[0], f"their shapes come with its first call, which fails: {reason}") from error
     for path, (args, kwargs) in calls.items():
@@ -58,7 +58,7 @@ def _lazy(model: nn.Module, path: str, why: str) -> TraceError:
 
 
 def check_model(model: Any) -> None:
-    """Raise TraceError for an object that is no nn.Module, or that has TorchScript or lazy modules."""
+    """Raise TraceError for an object that is no nn.Module, or contains TorchScript or lazy modules."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",
@@ -76,7 +76,7 @@ def check_model(model: Any) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise TraceError for backward hooks of modules, which a trace of the forward does not record."""
+    """Raise TraceError if a module has backward hooks, which a trace of the forward does not record."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise TraceError(

@@ -1,4 +1,4 @@
-"""Sparse tensors of a model. They are supported only as buffers, which every rank has in full."""
+"""Check of sparse tensors in a model: only buffers may be sparse, because every rank has them in full."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ NOT_THE_USERS = (f"{_TORCH}/", f"{Path(np.__file__).parent}/", f"{_AUTOPART}/", 
 
 
 class LostInTrace(Exception):
-    """Raised, with the source line, for code in a forward whose effect would be missing from the trace."""
+    """Error for code in a forward whose effect would be missing from the trace.
+
+    The text has the source line.
+    """
 
     def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
         super().__init__(what)
@@ -31,7 +34,10 @@ class LostInTrace(Exception):
 
 
 def wrong_third_derivative(names: str) -> LostInTrace:
-    """Return the error for a loss that needs a third derivative that eager PyTorch computes wrongly."""
+    """Return the error for a loss that needs a third derivative, which eager PyTorch computes wrongly.
+
+    `names`: the operators with the wrong derivative.
+    """
     return LostInTrace(
         f"the loss needs a third derivative of {names}",
         f"the forward differentiates a gradient, and torch's own third derivative of {names} is wrong: it "
@@ -125,7 +131,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
 
 
 def without_values_error(error: TraceError) -> TraceError:
-    """Return an error with the additional hint that inputs on meta have no values to read."""
+    """Return the error, extended by the hint that inputs on meta have no values to read."""
     hint = f"an example whose inputs have values, not on meta; or {error.hint}"
     return TraceError(error.what, refusal=error.refusal, why=error.why, where=error.where, hint=hint)
 
@@ -147,7 +153,7 @@ def _from(origin: str) -> str:
 
 
 def _both_sides(path: str, model: nn.Module) -> str:
-    """Return a hint to parallelize the modules before and after the line separately."""
+    """Return a hint for the user: parallelize the modules before and after the failing line separately."""
     inside = model.get_submodule(path).named_children()
     part = next((name for name, child in inside if any(True for _ in child.parameters())), "")
     full = ".".join(filter(None, (path, part))) or "encoder"
@@ -182,7 +188,7 @@ def _where(frame: FrameType | None, line: int, model: nn.Module) -> str:
 
 
 def path_of_frame(frame: FrameType | None, model: nn.Module) -> str:
-    """Return the path of the innermost module whose forward a frame runs, directly or through functions."""
+    """Return the path of the innermost module whose forward a frame runs, also through other functions."""
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):

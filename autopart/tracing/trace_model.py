@@ -139,7 +139,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     call = flatten_call(arguments)
     if device.type != "meta":
         check_values(call)
-    # Two inputs that are one tensor object would be merged into one by torch.export: trace on distinct copies.
+    # torch.export would merge two inputs that are one tensor object, so they are copied for the trace.
     entry = ExportEntry(model, arguments, call.names, device)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(users_model(model))
@@ -160,7 +160,8 @@ def _traced(
 ) -> Trace:  # fmt: skip
     try:
         program = _export(entry, example)
-        if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
+        # The comparisons below need full traces, because blocks may repeat differently in each trace.
+        if entry.state.drawn or entry.state.numbers:
             program = _exported(entry, example)
         program = _with_draws(entry, example, program)
         of_numbers = entry.state.pop_symbolic(entry.semantics.known)
@@ -175,7 +176,7 @@ def _traced(
             program = functional(program)
     except TraceError:
         raise
-    except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
+    except Exception as error:  # torch.export raises many kinds of errors; each is reported with the user's source line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     with_bounded_sizes(traced.graph, list(entry.semantics.skipped.lines))
@@ -233,7 +234,7 @@ def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     while True:
         try:
             return _export_blocks(entry, example)
-        except ReadsFloat:  # one more Python module calls `float(tensor)`
+        except ReadsFloat:  # trace again with `float` replaced in one more Python module
             continue
         except Rewrites:
             entry.semantics.may_rewrite = True
@@ -254,7 +255,7 @@ def _export_blocks(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
         repeats.expand(program.graph)
     except (ReadsFloat, Rewrites):
         raise
-    except Exception as error:  # of a repeat that is not one, or of the model itself: then the full trace has it too
+    except Exception as error:  # caused by the handling of repeated blocks; an error of the model itself occurs again
         if not repeats.tried and not entry.semantics.differentiates:
             raise
         program = _exported(entry, example)
@@ -287,7 +288,7 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
         return with_random_branches(program, chances, again)
     except (ReadsFloat, Rewrites):
         raise
-    except Exception:  # a side that raises, or sides that cannot be merged: the branch is refused where it is
+    except Exception:  # a side raises, or the sides cannot be merged: trace again, rejecting the branch
         if not chances.by_values:
             raise
         chances.refuses_values = True
@@ -426,7 +427,7 @@ def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
 def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return {constant: name} for constants of a trace that are parameters or buffers of the model.
 
-    The forward reads such a tensor through a list or dict instead of a module attribute.
+    Such a constant exists if the forward reads the tensor through a list or dict, not a module attribute.
     """
     names_by_place = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
     return {name: names_by_place[_place(t)] for name, t in constants.items() if _place(t) in names_by_place}

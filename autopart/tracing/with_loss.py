@@ -16,18 +16,18 @@ from autopart.errors import Refusal, TraceError
 from autopart.tracing.python.number_inputs import NUMBERS
 
 _DETACHING = ("detach", "detach_", "__get__")
-"""Functions whose results need no gradient (`Tensor.data` and other attributes are read by `__get__`)."""
+"""Functions whose results need no gradient. `__get__` reads `Tensor.data` and other attributes."""
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Call a model as `call_model` does, and replace key/value caches among its outputs by None."""
+    """Call a model with arguments from `bind_call`. Key/value caches in its output are replaced by None."""
     return without_caches(call_model(model, arguments), arguments)
 
 
 def without_caches(output: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a model's output with None in place of transformers' key/value caches.
 
-    A loss function has read its caches by then. A call with `use_cache=True` keeps them.
+    A loss function has already used the caches. A call with `use_cache=True` keeps them.
     """
     wants_cache = any(call.get("use_cache") for call in (arguments, arguments.get("call")) if isinstance(call, Mapping))
     if wants_cache or not any(map(_is_cache, tree_flatten(output)[0])):
@@ -67,7 +67,7 @@ class WithLoss(nn.Module):
             if tensor.requires_grad:
                 raise _trained(f"'{name}' of {type(loss_fn).__name__} is to be trained")
         self.model, self.loss_fn = model, loss_fn
-        self.training = model.training  # layers keep the modes they have
+        self.training = model.training  # layers keep their current modes
         self.loss_name = loss_name(model)
         self._of_model = frozenset(map(_memory, model.parameters()))
 
@@ -85,7 +85,7 @@ class WithLoss(nn.Module):
 
 
 class WithLossAndOutputs(WithLoss):
-    """A `WithLoss` whose forward returns the loss and the model's outputs."""
+    """A `WithLoss` whose forward returns both the loss and the model's outputs."""
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
         outputs = call_model(self.model, call)
@@ -145,14 +145,14 @@ def users_input(model: nn.Module, name: str) -> str:
 
 
 def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return {user's path: module}: modules of the model, then modules of the loss function."""
+    """Yield (path, module) for the modules of the user's model, then for those of the loss function."""
     for path, module in model.named_modules():
         if module is not model or not isinstance(model, WithLoss):
             yield users_name(model, path), module
 
 
 def loss_name(model: nn.Module) -> str:
-    """Return an attribute name for the loss function that the model does not use."""
+    """Return an attribute name for the loss function that no attribute of the model has."""
     name = "loss_fn"
     while name in model._modules or name in model._buffers or name in model._parameters:
         name += "_"

@@ -1,4 +1,4 @@
-"""Traced calls that differ in the sizes of their inputs only, and calls that are derived from them."""
+"""Traced calls that differ only in the sizes of their inputs, and calls that are derived from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def sizes_of(tensors: Sequence[Tensor]) -> Sizes:
 
 @dataclass(frozen=True)
 class _Variables:
-    """Dims of a call's inputs that vary between traced calls. Dims that are always equal are one variable.
+    """Dims of a call's inputs that vary between traced calls.
+
+    Dims that are always equal form one variable.
 
     Attributes:
         dims: for each variable its dims, as indices into `sizes_of`.
@@ -45,14 +47,14 @@ class _Variables:
         return _Variables(tuple(map(tuple, columns.values())))
 
     def values(self, call: Sizes) -> Sizes:
-        """Return the value of each variable in a call. Raises NotDerivable if dims of one variable differ."""
+        """Return the size of each variable in a call. Raises NotDerivable if the dims of a variable differ."""
         if any(len({call[dim] for dim in dims}) > 1 for dims in self.dims):
             raise NotDerivable("dims that were equal in all traced calls differ")
         return tuple(call[dims[0]] for dims in self.dims)
 
 
 class _Conditions:
-    """Decisions by sizes that the model's Python makes in several traced calls, as functions of the sizes.
+    """Decisions of a model's Python by sizes (`length > 512`), in several traced calls.
 
     Raises NotDerivable if the calls decide differently.
     """
@@ -101,7 +103,7 @@ class CallFamily(Generic[Traced]):
         self._templates: dict[tuple[str, frozenset[Sizes]], tuple[ProgramTemplate, _Conditions] | NotDerivable] = {}
 
     def add(self, sizes: Sizes, traced: Traced) -> None:
-        """Add a traced call. The oldest is dropped if there are more than `MAX_TRACED`."""
+        """Add a traced call. If there are more than `MAX_TRACED`, the oldest is dropped."""
         if len(self.calls) >= MAX_TRACED:
             del self.calls[next(iter(self.calls))]
         self.calls[sizes] = traced
@@ -119,7 +121,7 @@ class CallFamily(Generic[Traced]):
             yield from self._alike([call for call in calls if _divisors(call, shards) == _divisors(sizes, shards)])
 
     def _alike(self, calls: Sequence[Sizes]) -> Iterator[list[Sizes]]:
-        """Divide calls into groups in which the model's Python takes the same branches."""
+        """Group calls in which the model's Python takes the same branches. Yield one list per group."""
         groups = defaultdict[Hashable, list[Sizes]](list)
         for call in calls:
             conditions = self.conditions(self.calls[call])

@@ -1,4 +1,4 @@
-"""Values that differ between programs of different sizes, as functions of the sizes."""
+"""Values that depend on the sizes of a program's inputs, as functions of these sizes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch import Tensor, fx
 from autopart.recipe.sizes.size_formula import NotDerivable, SizeFormula, Sizes, fit_integer
 
 Fitted = Callable[[Sizes, Callable[[fx.Node], fx.Node]], Any]
-"""Called as fitted(sizes, node_of), it returns the value for these sizes. `node_of` maps nodes of the first trace."""
+"""Function `fitted(sizes, node_of)` that returns the value for these sizes.
+
+`node_of` maps nodes of the first trace to those of the new graph.
+"""
 
 
 def fit(values: Sequence[Any], sizes: Sequence[Sizes], numbers: Sequence[Any]) -> Fitted | None:
-    """Return a value as a function of the sizes; None if it is equal in all traces.
+    """Find a value as a function of the sizes, given its values in several traces; None if they are equal.
 
     Integers become formulas. Tuples, lists, dicts and dataclasses are fitted entry by entry, tensors without values by
     their shapes and strides.
@@ -97,5 +100,5 @@ def _fit_tensor(values: Sequence[Tensor], sizes: Sequence[Sizes]) -> Fitted | No
 
 
 def no_nodes(node: fx.Node) -> fx.Node:
-    """Return the node: the `node_of` of values without nodes."""
+    """Return the node unchanged: the argument `node_of` for values that contain no nodes."""
     return node

@@ -21,7 +21,10 @@ from autopart.recipe.sizes.fitted_values import Fitted, fit, no_nodes
 from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
 
 _FACTS = ("val", "layout", "needs_grad", "region", "on_host", "received")
-"""Keys of `node.meta` whose values become functions of the sizes. All other keys are copied from the first trace."""
+"""Keys of `node.meta` whose values are fitted as functions of the sizes.
+
+All other keys are copied from the first trace.
+"""
 _GRAPHS = {"prologue": LazyGraphModule, "graph": StageGraph}
 
 

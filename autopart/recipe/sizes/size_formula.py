@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 Sizes = tuple[int, ...]
-"""Values of the size variables of a call, such as (batch size, sequence length)."""
+"""Sizes of the variable dims of a call's inputs, such as (batch size, sequence length)."""
 
 
 class NotDerivable(Exception):
-    """A program cannot be derived from traced ones. The text is the reason."""
+    """Error: a program cannot be derived from traced ones. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SizeFormula:
     def at(self, sizes: Sizes) -> int:
         """Return the value for these sizes.
 
-        Raises NotDerivable if it is no integer: the sizes do not divide as the traced ones do.
+        Raises NotDerivable if it is not an integer, because the sizes are not divisible as those of the traces are.
         """
         product = math.prod(sizes[variable] for variable in self.variables)
         number, rest = divmod(self.factor * product + self.offset, self.divisor)
@@ -75,6 +75,6 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
 
 
 def _products(number: int) -> Iterator[tuple[int, ...]]:
-    """Yield the products of one variable, then of two, which can be equal."""
+    """Yield the variables of each product that a formula may use: single ones, then pairs (also `v * v`)."""
     for length in (1, 2):
         yield from itertools.combinations_with_replacement(range(number), length)

@@ -1,1 +1,1 @@
-"""Autograd features inside a forward: custom functions, hooks, transforms, gradients."""
+"""Autograd features that a forward uses: custom functions, hooks, transforms, gradients."""

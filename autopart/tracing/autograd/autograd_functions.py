@@ -48,7 +48,7 @@ _VIEWS = frozenset(f"aten::{name}" for name in ["view", "_unsafe_view", "reshape
 _HINT = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 _WRITES = "it writes to a tensor that it is given"
 _COMPUTING = ("torch.nn.", "torch.masked.")
-"""Modules of torch that use autograd.Function in the same way as users."""
+"""Modules of torch whose autograd.Functions are traced like those of users."""
 _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it calls is its own", default=False)
 
 
@@ -56,9 +56,11 @@ _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it 
 class UserFunction:
     """An autograd.Function together with all arguments of one call, except the tensors.
 
-    `arguments`: the call's arguments, with `Tensor` in place of each tensor. `dtypes`: the dtypes of the call's
-    tensors. If `verify` runs the Function in float64, tensors that the Function creates are float64 as well.
-    `written`: indices of the tensors that the Function writes to. The Function gets copies of these tensors.
+    Args:
+        arguments: the call's arguments, with `Tensor` in place of each tensor.
+        dtypes: the dtypes of the call's tensors. If `verify` runs the Function in float64, tensors that the Function
+            creates are float64 as well.
+        written: indices of the tensors that the Function writes to. The Function gets copies of these tensors.
     """
 
     function: Any
@@ -68,7 +70,7 @@ class UserFunction:
     written: frozenset[int] = frozenset()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs. An output that shares memory with another tensor is copied."""
+        """Run the Function and return its outputs. An output that shares memory with another tensor is copied."""
         with torch.no_grad():
             return self.separate(self.outputs(tensors), tensors)
 
@@ -117,11 +119,12 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Examined:
-    """Traces of a Function's forward and backward, and properties of the Function that follow from them.
+    """Traces of a Function's forward and backward, and properties of the Function derived from them.
 
-    `backward`: graph from input tensors and output gradients to input gradients; None if no input needs a gradient.
-    `single`: True if the Function returns one tensor, not a tuple. `is_pointwise`: True if all operators are pointwise
-    on tensors of one shape.
+    Args:
+        backward: graph from input tensors and output gradients to input gradients; None if no input needs a gradient.
+        single: True if the Function returns one tensor, not a tuple.
+        is_pointwise: True if all operators are pointwise on tensors of one shape.
     """
 
     forward: fx.GraphModule
@@ -136,7 +139,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Made:
-    """A registered operator, and the Function that it runs."""
+    """A custom operator that was registered for a Function, and the Function that it runs."""
 
     operator: Any
     examined: Examined
@@ -148,7 +151,7 @@ _BY_OPERATOR: dict[Any, tuple[str, Made]] = {}
 
 
 def made_for(node: fx.Node) -> Made | None:
-    """Return the Function that a node's operator runs; None for any other node."""
+    """Return the operator and the Function of a node that runs an autograd.Function; None for other nodes."""
     return _BY_OPERATOR[node.target][1] if node.target in _BY_OPERATOR else None
 
 
@@ -181,7 +184,7 @@ def apply_as_operator(
     """
     if _running.get() or not is_of_a_model(function):
         return apply(function, *args, **kwargs)
-    if kwargs:  # only Functions with a setup_context take them: their forward has no ctx
+    if kwargs:  # keyword arguments: only a Function with `setup_context` takes them, as its forward has no ctx
         bound = inspect.signature(function.forward).bind(*args, **kwargs)  # type: ignore[attr-defined]
         bound.apply_defaults()
         args = bound.args
@@ -251,8 +254,8 @@ def _a(value: Any) -> str:
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
     """Return the custom operator for a Function and its arguments. The first call registers it.
 
-    Name and overload are formed from names, values and shapes, so they are equal in all processes. A number is
-    added only if another class in this process has the same name.
+    Name and overload are made from names, values and shapes, so they are equal in all processes. A number is added only
+    if another class in this process has the same name.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])

@@ -37,7 +37,7 @@ def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands
 
 
 def _where(chosen: Tensor, side: bool, leaf: Any) -> Any:
-    """Return a branch's input unchanged. The input gets a gradient only if the branch is selected.
+    """Return a branch's input unchanged. In backward, it gets a gradient only if the branch is selected.
 
     `chosen`: the condition. `side`: the value of the condition for which the branch is selected.
     """

@@ -35,7 +35,7 @@ def _embedding_bag(
 ) -> Tensor:
     """Decompose `F.embedding_bag` into an embedding look-up and a sum per bag.
 
-    Torch's operator hides which rows belong to which bag. The gradient of the table is dense.
+    Torch's operator does not show which rows belong to which bag. The gradient of the table is dense.
     """
     if scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
@@ -82,10 +82,11 @@ def _ctc_loss(
 
 
 def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
-    """Sum or average the looked-up rows of each bag. `starts`: index of the first row of each bag.
+    """Sum or average the looked-up rows of each bag.
 
     Args:
-        counted: boolean per row: False if a mean does not count the row in its divisor.
+        counted: boolean per row: True if the row counts in the divisor of a mean.
+        starts: index of the first row of each bag.
     """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, places, right=True) - 1
@@ -117,7 +118,8 @@ def _gaussian_nll_loss(
         var = var * torch.ones_like(input)
     if input.shape != var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    var = var + (var.clamp(min=eps) - var).detach()  # its gradient is that of the variance, also at the bound
+    # The clamped value has the gradient of the variance, also at the bound.
+    var = var + (var.clamp(min=eps) - var).detach()
     loss = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
     if reduction == "none":
         return loss
@@ -128,7 +130,7 @@ def _multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None,
     size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """Compute `F.multi_margin_loss` with a zero gradient at a margin of zero.
+    """Compute `F.multi_margin_loss`, with a zero gradient if a sample is exactly at the margin.
 
     Torch's decomposition uses `clamp_min`, whose gradient is not zero there.
     """
@@ -155,14 +157,14 @@ def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
 
 
 _LARGEST_ROW = 64
-"""Maximum row length for sorting rows, which sorts by one column after another."""
+"""Maximum length of rows that are sorted lexicographically, one column after another."""
 
 
 def _unique(
     input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:  # fmt: skip
-    """Compute `torch.unique`: sort, and select the first of each run of equal values by a mask."""
+    """Compute `torch.unique`: sort, then select by a mask the first element of each run of equal values."""
     rows = _rows(input, dim)
     if not 0 < math.prod(rows.shape[1:]) <= _LARGEST_ROW:
         return torch.unique(input, sorted, return_inverse, return_counts, dim)
@@ -175,13 +177,13 @@ def _unique(
 def _unique_consecutive(
     input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """Compute `torch.unique_consecutive`: select the first of each run of equal values by a mask."""
+    """Compute `torch.unique_consecutive`: select by a mask the first element of each run of equal values."""
     distinct, number = _runs(_rows(input, dim))
     return _asked_for(input, dim, distinct, number, number if return_inverse else None, return_counts)
 
 
 def _rows(input: Tensor, dim: int | None) -> Tensor:
-    """Return the items that `unique` compares: single elements, or slices along `dim`."""
+    """Return the items that `unique` compares, as rows: single elements, or slices along `dim`."""
     return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
 
 
@@ -197,7 +199,10 @@ def _order(rows: Tensor) -> Tensor:
 
 
 def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first row of each run of equal consecutive rows, and for every row the index of its run."""
+    """Find runs of equal consecutive rows.
+
+    Return the first row of each run, and the run index of every row.
+    """
     differs = rows[1:] != rows[:-1]
     first = torch.cat([torch.ones_like(rows[:1], dtype=torch.bool), differs])
     first = first if rows.ndim == 1 else first.flatten(1).any(1)
@@ -211,7 +216,8 @@ def _asked_for(
     if inverse is not None:
         answer += [inverse.view(input.shape) if dim is None else inverse]
     if counts:
-        of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]  # its size may be data-dependent
+        # The size of the last dim may be data-dependent.
+        of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]
         none = torch.zeros_like(of_each, dtype=torch.int64)
         answer += [none.index_add(0, number, torch.ones_like(number))]
     return tuple(answer) if len(answer) > 1 else answer[0]
@@ -267,7 +273,7 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
-    """Make a tensor of a list that contains 0-d tensors, whose values `torch.tensor` would read."""
+    """Build a tensor from a list that contains 0-d tensors. `torch.tensor` would read their values."""
     if not isinstance(data, (list, tuple)) or not any(True for _ in tensors_in(data)):
         return torch.tensor(data, **options)
     entries = [entry.detach() if isinstance(entry, Tensor) else _tensor(entry) for entry in data]
@@ -278,7 +284,7 @@ def _tensor(data: Any, **options: Any) -> Tensor:
 
 
 def _with_zero_gradient(result: Tensor, source: Tensor) -> Tensor:
-    """Return `result` with a gradient to `source` that is zero. A trace leaves out such a gradient.
+    """Return `result`, with a zero gradient to `source`, which a trace would leave out.
 
     Optimizers treat a zero gradient and a missing one differently: only the first has weight decay.
     """

@@ -1,4 +1,4 @@
-"""Operators of a forward that calls `torch.autograd.grad`, in forms that can be differentiated twice.
+"""Operators that can be differentiated twice, for a forward that calls `torch.autograd.grad`.
 
 `torch.export` records a composite operator such as `softmax` or `matmul` as one node. The backward of the operator
 reads intermediate tensors that have no node. So composite operators on values with a gradient are recorded as the
@@ -157,7 +157,7 @@ def _convolution_backward(
 def _of_kernel(
     source: Tensor, grad: Tensor, kernel: list[int], geometry: tuple[list[int], ...], groups: int
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of a convolution's kernel. `grad`: gradient of the convolution's output."""
+    """Return the gradient of a convolution's kernel, given the gradient `grad` of its output."""
     windows = torch.constant_pad_nd(source, [side for p in reversed(geometry[1]) for side in (p, p)])
     for dim, (size, stride, dilation) in enumerate(zip(kernel, geometry[0], geometry[2], strict=True), start=2):
         windows = windows.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
@@ -175,6 +175,6 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     aten.batch_norm.default: _batch_norm,
     aten.scaled_dot_product_attention.default: plain_attention,
 }
-"""{operator: its form as plain operators}"""
+"""{operator: function that computes it with plain operators}"""
 BACKWARDS: dict[Any, Callable[..., Any]] = {aten.convolution_backward.default: _convolution_backward}
 """Backward operators that return None for some gradients, which no rule describes."""

@@ -33,7 +33,7 @@ _running: ContextVar[str] = ContextVar("what a transform is run for: '', 'trace'
 
 
 class _Differentiates(Exception):
-    """Raised if a vmap contains a transform that differentiates."""
+    """Exception: a vmap contains a transform that differentiates."""
 
 
 class _Watch(TorchFunctionMode):
@@ -56,9 +56,9 @@ class _Watch(TorchFunctionMode):
 
 
 def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Trace one `torch.func` transform and return its result.
+    """Trace one call of a `torch.func` transform and return its result.
 
-    `original`: torch's function that implements it.
+    `original`: torch's function that implements the transform.
     """
     running, tracing = _running.get(), Tracing.current()
     if running == "look" and name != _VMAP:
@@ -80,20 +80,20 @@ def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Ma
 def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
     """Return True if a vmap contains a transform that differentiates.
 
-    Runs the vmap once outside of the trace.
+    Runs the vmap once, outside the trace.
     """
     try:
         with tracing.apart(), variable(_running, "look"):
             original(*args, **kwargs)
     except _Differentiates:
         return True
-    except Exception:  # the trace has a better text for any error
+    except Exception:  # the trace itself will raise a clearer error
         return False
     return False
 
 
 def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the outputs of a function, and a function that maps output gradients to input gradients."""
+    """Compute `torch.func.vjp`: return the outputs, and a function from output to input gradients."""
     function, *primals = args
     outputs = function(*primals)
 
@@ -107,7 +107,7 @@ def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -
 
 
 def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], depth: int) -> Any:
-    """Trace a `torch.func` transform into a graph of its own, then run its operators in the model's trace.
+    """Trace a `torch.func` transform into a separate graph, then run its operators in the model's trace.
 
     Args:
         original: torch's function that implements the transform.
@@ -131,7 +131,7 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
         traced = trace_inside(run, tensors, _backward_forms())
     except LostInTrace:
         raise
-    except Exception as error:  # whatever torch or the model's code makes of tensors without values
+    except Exception as error:  # torch or the model's code may raise anything for tensors without values
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
         raise LostInTrace("a torch.func transform cannot be traced", reason, "grad, vjp or jacrev in place of jvp "
         "and jacfwd, "
@@ -189,7 +189,7 @@ def _backward_forms() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _is_fused(name: str, target: Any) -> bool:
-    """Return True for a backward operator that torch cannot differentiate in every case."""
+    """Return True for a backward operator that torch can differentiate only in some cases, or never."""
     is_kept = name in _KEPT or torch.Tag.pointwise in getattr(target, "tags", ())
     return name.endswith(("_backward", "_backward_data")) and not is_kept
 
@@ -203,4 +203,4 @@ _KEPT = frozenset(
         "embedding_dense_backward", "select_backward", "slice_backward", "value_selecting_reduction_backward",
     )
 )  # fmt: skip
-"""Backward operators, in addition to pointwise ones, that are differentiable in a program."""
+"""Backward operators that can be differentiated in a program. Pointwise ones can be too."""

@@ -21,14 +21,14 @@ from autopart.tracing.exported_graph import record_origin
 aten = torch.ops.aten
 
 _WITHOUT_DERIVATIVE = {"logical_and_", "logical_not_", "logical_or_", "logical_xor_"}
-"""In-place operators for which eager PyTorch keeps the gradient of the value before the write."""
+"""In-place operators after which eager PyTorch uses the gradient of the value before the write."""
 
 
-@torch.no_grad()  # torch refuses writes to weights in grad mode, also to fake ones
+@torch.no_grad()  # in grad mode torch rejects writes to weights, even fake ones
 def explicit_writes(graph: fx.Graph) -> None:
-    """Rewrite `as_strided` views, written `unfold` windows and `fill_diagonal_` in an exported graph.
+    """Rewrite `as_strided` views, `unfold` windows that are written, and `fill_diagonal_` in a graph.
 
-    Raises TraceError for a write that cannot be rewritten with the right gradient.
+    The graph comes from torch.export. Raises TraceError for a write that cannot be rewritten with the right gradient.
     """
     for node in list(graph.nodes):
         if operator_name(node) == "aten::as_strided_scatter":
@@ -126,7 +126,7 @@ def _unfolded(node: fx.Node) -> fx.Node:
 def _windows(node: fx.Node, view: fx.Node, count: int, size: int, step: int, is_written: bool) -> fx.Node:
     """Return a view of shape [..., count, window], which splits the last dim into `count` windows.
 
-    A window of the view can have more than `size` elements.
+    A window of the view can have more than `size` elements; the caller drops the rest.
 
     Args:
         step: distance in elements between the starts of two consecutive windows.
@@ -155,7 +155,7 @@ def _narrowed(node: fx.Node, view: fx.Node, start: int, end: int, step: int = 1)
 
 
 def _written_views(graph: fx.Graph) -> set[fx.Node]:
-    """Return all nodes that share memory with the target of an in-place write.
+    """Return all nodes that share memory with a tensor that is written in place.
 
     Raises TraceError if a detached view of a value with a gradient is written, and the value is read after the write.
     """
@@ -178,7 +178,7 @@ def _written_views(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _base(node: fx.Node) -> fx.Node | None:
-    """Return the input whose memory a node's result shares; None if the node is no view."""
+    """Return the input with which a node's result shares memory; None if the result is not a view."""
     if node.op != "call_function":
         return None
     memory = _memory(node)
@@ -186,13 +186,13 @@ def _base(node: fx.Node) -> fx.Node | None:
 
 
 def _memory(node: fx.Node) -> set[int]:
-    """Return the storages of a node's results; empty for values inside of `vmap`."""
+    """Return the storages of a node's results. The set is empty for values inside of `vmap`."""
     tensors = [v for v in tuple_values(node) if isinstance(v, Tensor) and v.layout is torch.strided]
     return {tensor.untyped_storage()._cdata for tensor in tensors if not is_batched(tensor)}
 
 
 def _chain(node: fx.Node, bases: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Yield a view, the tensor that it is a view of, and so on, up to the tensor that owns the memory."""
+    """Yield a view, its base, the base of the base, and so on, up to the tensor that owns the memory."""
     yield node
     while node in bases:
         node = bases[node]
@@ -221,7 +221,8 @@ def _check_unread(write: fx.Node, detached: list[fx.Node], bases: Mapping[fx.Nod
     """Raise TraceError if a value is read after a write to a detached view of it."""
     for view in detached:
         *_, owner = _chain(view, bases)
-        if owner.op != "call_function":  # a parameter or buffer, which the program updates
+        # Parameters and buffers are read after the forward, when the program updates them.
+        if owner.op != "call_function":
             continue
         chains = {node: list(_chain(node, bases)) for node in (owner, *bases)}
         others = [node for node, chain in chains.items() if chain[-1] is owner and view not in chain]

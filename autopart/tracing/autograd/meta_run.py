@@ -34,17 +34,23 @@ _DEVICE = _TENSOR.device.__get__
 _IS_META, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cuda.__get__
 
 _SELECTING = frozenset({"nonzero", "argwhere", "unique", "unique_consecutive"})
-"""Functions whose results have sizes that depend on values, which are real if they depend on the inputs alone."""
+"""Functions whose results have sizes that depend on values.
+
+Their results are real tensors if they depend only on inputs.
+"""
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype."""
+"""Shape, strides and dtype of a tensor."""
 
 
 @contextmanager
 def meta_run(device: torch.device, known: ConcreteConstants) -> Iterator[None]:
-    """Run a model on meta tensors inside a `with` block (see the module's docstring).
+    """Run a model on meta tensors inside a `with` block, to find dependencies between tensors.
 
-    The tensors report `device` as their device. `known`: the tensors whose values Python can read.
+    The tensors report `device` as their device.
+
+    Args:
+        known: the tensors whose values Python can read.
     """
     placed = _Placed(device, known)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), placed:
@@ -81,7 +87,7 @@ class _Placed(TorchFunctionMode):
             if func is Tensor.tolist:
                 zeros = torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
                 return tree_map(lambda zero: _Listed() if type(zero) is int else zero, zeros)
-        if func in (torch.masked_select, Tensor.masked_select):  # without a kernel there
+        if func in (torch.masked_select, Tensor.masked_select):  # has no kernel on meta
             source, mask = torch.broadcast_tensors(*args, *kwargs.values())
             return self.__torch_function__(Tensor.__getitem__, (), (source, mask))
         if func is Tensor.__getitem__:
@@ -116,7 +122,7 @@ class _Placed(TorchFunctionMode):
 class _Listed(int):
     """Entry of `tensor.tolist()`: the integer 0.
 
-    Comparisons in an `if` return True, so that its body runs.
+    Comparisons with it return True, so that the body of an `if` runs.
     """
 
 
@@ -162,7 +168,7 @@ class _Forms(TorchDispatchMode):
         return self._made(func, key, args, kwargs)
 
     def _may_be_real(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if all results of a call can be real tensors: they are small, or of data-dependent size.
+        """Return True if a call may return real tensors: all its results are small, or of data-dependent size.
 
         Results with three dims are excluded. They are states or activations, which torch's recurrent layers expect on
         the device of their input.
@@ -180,10 +186,10 @@ class _Forms(TorchDispatchMode):
         return result
 
     def _made(self, func: Any, key: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Return the meta results of a call that writes nothing and returns no view of its inputs."""
+        """Return the meta results of a call that does not write to its inputs and returns no view of them."""
         try:
             forms = self.known.get(key)
-        except TypeError:  # an argument that cannot be a key
+        except TypeError:  # an argument is not hashable
             return func(*args, **kwargs)
         if forms is not None:
             tensors = [_empty(form) for form in forms[1]]
@@ -214,7 +220,7 @@ def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mappin
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a cache key of an argument. Tensors in the key are replaced by their metadata.
+    """Return a cache key of an argument, in which tensors are replaced by their metadata.
 
     The tensors themselves are appended to `tensors`.
     """

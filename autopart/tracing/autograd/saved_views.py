@@ -1,4 +1,4 @@
-"""Support for `torch.autograd.grad` in a forward: trace nodes for tensors that autograd saves.
+"""Trace nodes for tensors that autograd saves, so that a forward can call `torch.autograd.grad`.
 
 A composite operator such as `linear` is one node of a trace. Its backward uses tensors that have no node, mostly views
 of an input such as `weight.t()`. Other backwards use the operator's output, which autograd returns as a new tensor
@@ -24,11 +24,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def saved_views() -> Iterator[None]:
-    """Add trace nodes for views of traced tensors that have no node, if an operator reads them.
-
-    Applies to the operators that run in a `with` block.
-    """
-    kept: list[Any] = []  # a trace has no node for a tensor that nobody holds
+    """Add missing trace nodes inside a `with` block: for views of traced tensors that operators read."""
+    kept: list[Any] = []  # the trace drops the node of a tensor that is not referenced
 
     def meet(run: Callable[[], Any], tracer: Any, function: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         tracing = Tracing(tracer)
@@ -72,7 +69,7 @@ def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
     """Return True if autograd's graph shows that `tensor` is `base` or the result of one operator on it."""
     if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
         return False
-    if tensor.is_leaf and tensor.requires_grad:  # torch.zeros(..., requires_grad=True) copies the tensor that it makes
+    if tensor.is_leaf and tensor.requires_grad:  # torch.zeros(..., requires_grad=True) copies its result
         return not base.requires_grad
     if tensor.requires_grad != base.requires_grad:
         return False

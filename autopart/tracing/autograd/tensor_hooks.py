@@ -21,11 +21,11 @@ from autopart.tracing.autograd.autograd_functions import apply_as_operator, code
 from autopart.tracing.trace_errors import LostInTrace
 
 _FUNCTIONS: dict[tuple[str, str], type] = {}
-"""{(name, computation) of a hook: the first Function created for it}"""
+"""{(name, computation) of a hook: the autograd.Function of the first such hook}"""
 
 
 class Rewrites(Exception):
-    """Raised if a forward changes earlier nodes of its trace.
+    """Exception: a forward needs to change earlier nodes of its trace.
 
     The model is then traced again, with every repeated block traced separately.
     """
@@ -63,7 +63,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
             code = code_of(function, tensors)
         except LostInTrace as error:
             raise _lost(error.why, error.hint) from error
-        except Exception as error:  # whatever the hook's code makes of a gradient without values
+        except Exception as error:  # the hook's code may raise anything for a gradient without values
             text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             raise _lost(f"it cannot be run on a gradient alone ({text})", _HINT) from error
         if not any(answers):
@@ -98,7 +98,7 @@ def _captured(hook: Callable[..., Any], tracing: Tracing) -> list[tuple[int, Ten
 
 
 def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    """Return a copy of the hook whose closure has other tensors in some of its cells."""
+    """Return a copy of the hook, with other tensors in some of its closure variables."""
     if not places:
         return hook
     assert isinstance(hook, FunctionType) and hook.__closure__ is not None
@@ -109,7 +109,7 @@ def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequenc
 
 
 def _function(hook: Callable[..., Any], places: Sequence[int], answers: list[bool]) -> type:
-    """Return an autograd.Function that is the identity of a tensor, and whose backward runs the hook.
+    """Return an autograd.Function that returns its input, and whose backward runs the hook.
 
     Args:
         answers: list that receives, for every run, True if the hook returned a new gradient.

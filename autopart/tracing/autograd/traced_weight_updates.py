@@ -1,4 +1,4 @@
-"""Trained parameters that a forward changes in place before it uses them.
+"""Updates of trained parameters by a forward, in place, before the forward uses the parameters.
 
 Examples are clamping, scaling, `abs`, and rescaling of embedding rows (`max_norm=`). Such an update is removed from the
 graph, and applied to each rank's shards before the graph runs (`runtime/graphs/apply_weight_updates.py`). The graph
@@ -46,7 +46,7 @@ def with_weight_updates(traced: Trace, name: str) -> Trace:
 
 
 def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> WeightUpdate:
-    """Remove the computation of a parameter's new value from the graph. Return it as a WeightUpdate."""
+    """Remove the computation of a parameter's new value from the graph, and return it as a WeightUpdate."""
     new = new.all_input_nodes[0] if operator_name(new) == "aten::detach" else new
     (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter and node.users)
     if (scaled := _row_norms(graph, weight, new)) is not None:
@@ -99,7 +99,7 @@ def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | Non
 
 
 def _part_of(graph: fx.Graph, given: Iterable[fx.Node], output: Any) -> fx.GraphModule:
-    """Return the subgraph that computes `output` (a node or a tuple of nodes) from the nodes `given`."""
+    """Return the subgraph that computes `output` (a node or a tuple of nodes) from the nodes in `given`."""
     part = fx.Graph()
     values = {node: part.placeholder(node.name) for node in given}
     made = ancestors_of(output if isinstance(output, tuple) else [output])

@@ -1,1 +1,1 @@
-"""Repeated blocks (layers): traced once, and deduplicated for planning."""
+"""Repeated blocks (equal layers) of a model: traced once, and deduplicated for planning."""

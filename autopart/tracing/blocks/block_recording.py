@@ -1,8 +1,9 @@
-"""Recording of one call of a block (a repeated layer) in a trace, to compare later calls with it.
+"""Recording of one call of a repeated block (layer) during a trace, to compare later calls with it.
 
-The compared block runs its own Python on tensors with the recorded metadata. Some side effects are not visible in the
-inputs and outputs of a block: writes to inputs, changed attributes, Python's random numbers (`State`), and tensors
-stored outside of the block (`leaked`). A block with such a side effect is neither recorded nor compared.
+A block that is compared runs its own Python, on tensors with the recorded metadata (stand-in tensors). Some side
+effects are not visible in the inputs and outputs of a block: writes to inputs, changed attributes, Python's random
+numbers (`State`), and tensors stored outside of the block (`leaked`). A block with such a side effect is neither
+recorded nor compared.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ from autopart.ir.graph import tensor_inputs
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _WRITE_UNSAID = ("aten::batch_norm", "aten::instance_norm")
 TEMPLATE: Final = "repeated_template"
-"""In a node's meta: (number of the recorded block, number of the node in it)."""
+"""Key in a node's meta of (number of the recorded block, number of the node in this block)."""
 
 Ref = tuple[bool, int]
-"""A value of a block: (True, index of the node that computes it), or (False, index among the block's inputs)."""
+"""Reference to a value of a block.
+
+It is (True, index of the node that computes it), or (False, index among the block's inputs).
+"""
 
 
 class Differs(Exception):
-    """Raised if a block differs from the recorded block, or cannot be recorded or compared."""
+    """Exception: a block differs from the recorded block, or cannot be recorded or compared."""
 
 
 @dataclass(frozen=True)
 class _RecordedStep:
     """One operator call of a recorded block.
 
-    `key`: comparison key of the call. `made`: the results of the call, each given by its index among the block's
-    tensors. `is_factory`: True if the call reads no tensor.
+    Args:
+        key: comparison key of the call.
+        made: the results of the call, each given by its index among the block's tensors.
+        is_factory: True if the call reads no tensor.
     """
 
     key: tuple
@@ -56,8 +62,10 @@ class Template:
 
     The tensors of a block are numbered: first the tensors that are passed to it, then the results of its operators.
 
-    `reads`: the tensors that each operator call reads, as `Ref`s. `leaves`: comparison keys of the block's results.
-    `parts`: (number, `Ref`) of each tensor that code after the block uses, results first.
+    Args:
+        reads: the tensors that each operator call reads, as `Ref`s.
+        leaves: comparison keys of the block's results.
+        parts: (number, `Ref`) of each tensor that code after the block uses, results first.
     """
 
     number: int
@@ -81,19 +89,21 @@ class Template:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """{id of a stand-in tensor: index of the operator result that the stand-in tensor represents}."""
+        """{id of a stand-in tensor: index of the recorded result for which the tensor is passed to Python}."""
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
-        """Return True if an object outside this template refers to one of its stand-in tensors."""
+        """Return True if Python stored one of the stand-in tensors outside of this object."""
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 
 class RecordedCall:
-    """One call of a block. `given`: the different tensors that it gets (arguments, parameters, buffers).
+    """One call of a block.
 
-    `key`: comparison key of the call's arguments, parameters and global modes. Two calls are compared further only if
-    their keys are equal.
+    Args:
+        given: the different tensors that the block gets (arguments, parameters, buffers).
+        key: comparison key of the call's arguments, parameters and global modes. Two calls are compared further only if
+            their keys are equal.
     """
 
     def __init__(self, block: Sequence[nn.Module], arguments: Any, tracing: Tracing, around: tuple):
@@ -119,7 +129,7 @@ class RecordedCall:
         return (type(leaf), *_metadata(leaf), leaf.is_leaf, self.tracing.node_of(leaf) is not None)
 
     def is_intact(self) -> bool:
-        """Return True if the arguments of the call are still the same objects."""
+        """Return True if the block has not replaced an argument of the call by another object."""
         leaves = tree_flatten(self.arguments)[0]
         return len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
 
@@ -157,7 +167,7 @@ class _Comparing:
 
 
 class Recording(_Comparing):
-    """A block that is traced as usual while its operator calls are recorded."""
+    """Trace of a block that also records the block's operator calls."""
 
     def __init__(self, call: RecordedCall, stop: Any):
         super().__init__(call, stop)
@@ -237,7 +247,7 @@ class Recording(_Comparing):
             spelt.append(_spelt(leaf, self.place_of))
             if isinstance(leaf, Tensor) and spelt[-1][1] >= len(inputs):
                 parts[spelt[-1][1]] = _ref(refs, self.tracing.node_of(leaf))
-        for place, tensor in enumerate(inputs):  # `x.to(...)` that is nothing gives x itself, made by another node
+        for place, tensor in enumerate(inputs):  # a no-op `x.to(...)` returns x itself, but adds a node that computes x
             node = self.tracing.node_of(tensor)
             if node is not self.nodes_given[place]:
                 parts[place] = _ref(refs, node)
@@ -254,7 +264,7 @@ class Recording(_Comparing):
 
 
 class Replay(_Comparing):
-    """A block that runs on stand-in tensors; each operator call is compared with the recorded block's."""
+    """Run of a block on stand-in tensors, which compares each operator call with that of a recorded block."""
 
     def __init__(self, call: RecordedCall, stop: Any, template: Template):
         super().__init__(call, stop)
@@ -270,7 +280,7 @@ class Replay(_Comparing):
             alike = False
         self.next += 1
         self.failed |= not alike
-        if not is_operator(function):  # also on the way out of a region: an error here would leave it open
+        if not is_operator(function):  # also called at the end of a no_grad region, which an error would leave open
             return function(*args, **kwargs) if function is GRAD_MODE else None
         if self.failed:
             raise Differs
@@ -294,7 +304,7 @@ class Replay(_Comparing):
         return type(recorded)(self._given_back(part, is_factory) for part in recorded)
 
     def leaked(self) -> bool:
-        """Return True if an object outside the block refers to an intermediate result of the block."""
+        """Return True if Python stored an intermediate result of the block outside of the block."""
         if not any(ref() is not None for ref in self.own) and not self.template.leaked():
             return False
         gc.collect()
@@ -336,7 +346,7 @@ def _ref(refs: Mapping[fx.Node, Ref], node: fx.Node | None) -> Ref:
 
 
 def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple:
-    """Return a comparison key of a value: tensors by index, everything else by type and value."""
+    """Return a comparison key of a value, in which tensors are given by index, all else by type and value."""
     kind = type(value)
     if kind in _PLAIN:
         return (kind, value)
@@ -382,7 +392,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """Return a new fake tensor with the metadata of another tensor."""
+    """Return a new fake tensor with the metadata of `tensor`, to be passed to Python in its place."""
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     alike = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
     if offset:
@@ -397,7 +407,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 class State:
-    """Attributes of a block's modules, and the state of Python's random numbers, to detect side effects."""
+    """Snapshot that detects side effects: attributes of a block's modules, and Python's random state."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.modules = modules

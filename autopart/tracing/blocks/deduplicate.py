@@ -23,16 +23,21 @@ from autopart.ir.graph import tuple_values
 from autopart.ir.trace import Trace
 
 _ENDS = 3
-"""Blocks to keep at either end: those that may differ, because they have another neighbour or choose for themselves
-(`ShardingProblem.sharing_costs`), and one equal to the block that represents others.
+"""Number of blocks that stay at each end of a chain of equal blocks.
+
+The first two can differ, because of their neighbours or because of separate layouts (`ShardingProblem.sharing_costs`).
+The third must equal the block that represents others.
 """
 
 _BEHIND = 2
-"""Blocks to keep after one in which a stage begins: the first of them may be the first to read the shared values."""
+"""Number of blocks that stay after the block in which a pipeline stage begins.
+
+The first of them may be the first block of the stage that reads the values that all blocks share.
+"""
 
 
 class _Block(NamedTuple):
-    """One block of a chain of equal blocks: path of its module list, its index in the list, its nodes."""
+    """One block of a chain of equal blocks: path of its module list, its index in the list, and its nodes."""
 
     path: str
     number: int
@@ -106,7 +111,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that is True for names inside one of these blocks (given as `layers.3.`)."""
+    """Return a function that returns True for names in one of these blocks (given as `layers.3.`)."""
     prefix_set, depths = set(prefixes), {prefix.count(".") for prefix in prefixes}
 
     def is_within(name: str) -> bool:
@@ -145,7 +150,7 @@ def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
 
 
 def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
-    """Return True if blocks of a chain can be removed from the graph."""
+    """Return True if blocks of a chain can be removed from the graph and represented by another block."""
     if len(chain) < 2 * _ENDS + 2 or not _is_in_one_piece(traced.graph, chain):
         return False
     place = {node: (k, i) for k, block in enumerate(chain) for i, node in enumerate(block.calls)}
@@ -164,7 +169,7 @@ def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
 
 
 def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
-    """Return True if the operators of all blocks of a chain are adjacent in the graph."""
+    """Return True if the operators of a chain of blocks are adjacent in the graph."""
     calls = [node for block in chain for node in block.calls]
     order = [node for node in graph.nodes if node.op == "call_function"]
     start = order.index(calls[0])
@@ -172,9 +177,9 @@ def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
 
 
 def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
-    """Return a comparison key of a node's arguments, equal for corresponding nodes of equal blocks.
+    """Return a comparison key of a node's arguments. Corresponding nodes of equal blocks have equal keys.
 
-    Values of this block and of the previous block are replaced by their positions in the block.
+    Values of the node's block and of the previous block are replaced by their positions in the block.
     """
     index = place[node][0]
     prefix = chain[index].prefix

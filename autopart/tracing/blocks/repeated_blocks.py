@@ -42,7 +42,7 @@ from autopart.tracing.blocks.block_recording import (
 from autopart.tracing.python.concrete_constants import ConcreteConstants
 
 _MOST = 4
-"""Maximum recorded kinds of calls of one kind of block; further kinds are traced without a comparison."""
+"""Maximum number of different recorded calls of one kind of block. Other calls are traced as usual."""
 _DEFINED = torch.library.Library("autopart_trace", "FRAGMENT")
 _DEFINED.define("repeated_block(Tensor[] inputs) -> Tensor[]")
 _BLOCK = torch.ops.autopart_trace.repeated_block.default
@@ -54,7 +54,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class NotARepeat(Exception):
-    """Raised if a block that was represented by one node turns out to differ from the recorded block."""
+    """Exception: a block for which the graph has one node turns out to differ from the recorded block."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Repeat:
 
 
 class RepeatedBlocks:
-    """Modules of a model that may be equal blocks, and the blocks that were traced already."""
+    """The modules of a model that may be equal blocks, and the blocks that were recorded so far."""
 
     def __init__(self, model: nn.Module, known: ConcreteConstants):
         self.known = known
@@ -80,7 +80,7 @@ class RepeatedBlocks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Trace each call of a repeated block as one node, inside a `with` block."""
+        """Trace each repeated call of a block as one node, inside a `with` block."""
         watched = {(kind, "forward"): self._watched(kind.forward) for kind in self.classes}
         with attributes(watched), intercepted(self._meet):
             yield
@@ -145,7 +145,7 @@ class RepeatedBlocks:
         try:
             output = run()
             alike = replay.is_alike(output)
-        except Exception:  # whatever a block's own code makes of it
+        except Exception:  # a block's own code may raise anything for stand-in tensors
             replay.failed = True
         finally:
             self._active = None
@@ -237,7 +237,7 @@ def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str
 
 
 def _alike(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, kind) of modules that have children, and a sibling module of equal kind.
+    """Yield (module, kind) for modules that have children and a sibling of equal kind, such as layers.
 
     Modules inside a yielded module are not searched.
     """

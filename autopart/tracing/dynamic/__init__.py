@@ -1,1 +1,1 @@
-"""Python that depends on tensor values in a forward: sizes, scalars, branches and index lists."""
+"""Python in a forward that depends on tensor values: sizes, scalars, branches and index lists."""

@@ -30,7 +30,10 @@ _IS_EMPTY = re.compile(r"len\([^()]*\)( (==|!=|>) 0| (<|>=) 1)?")
 
 
 class Skipped(NamedTuple):
-    """Lines `first` to `last` of a file, which run if the condition in `line` has the value `runs_if`."""
+    """Code that a condition can skip: lines `first` to `last` of a file.
+
+    The code runs if the condition in `line` has the value `runs_if`.
+    """
 
     file: str
     line: int
@@ -40,9 +43,11 @@ class Skipped(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """A condition in lines `first` to `last` of a file.
+    """A condition in lines `first` to `last` of a file, and the code that it can skip.
 
-    `skipped`: the lines that the condition can skip. `written`: names of the tensors that these lines write to.
+    Args:
+        skipped: the lines that the condition can skip.
+        written: names of the tensors that these lines write to.
     """
 
     first: int
@@ -52,18 +57,18 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Return True if a frame evaluates this condition, and the written names are tensors in the frame."""
+        """Return True if a frame evaluates this condition now, and the written names are tensors in the frame."""
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
 def skipped_code_of(frame: FrameType | None) -> Skipped | None:
-    """Return the code that a frame's condition skips; None if that code does more than write to tensors."""
+    """Return the code that a frame's condition can skip; None if it does more than write to tensors."""
     condition = _condition(frame) if frame is not None else None
     return condition.skipped if condition is not None else None
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """Return the code that a frame skips if a length is 0; None if the code does more than write."""
+    """Return the code that a frame skips if a length is 0; None if it does more than write to tensors."""
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
 
@@ -124,7 +129,7 @@ _Path = tuple[tuple[ast.AST | None, Sequence[ast.stmt]], ...]
 
 
 def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -> Iterator[tuple[ast.If, _Path]]:
-    """Yield the `if` statements in a list of statements, including nested ones."""
+    """Yield each `if` statement in a list of statements, with the blocks that enclose it."""
     for i, statement in enumerate(block):
         here = (*path, (owner, block[i + 1 :]))
         if isinstance(statement, ast.If):
@@ -136,7 +141,7 @@ def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -
 
 
 def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
-    """Return the statements that an `if` can skip; [] if it has an `else` or skips none."""
+    """Return the statements that an `if` can skip; [] if it has an `else`, or can skip no statement."""
     if statement.orelse:
         return []
     leaves = statement.body[0]
@@ -154,10 +159,13 @@ def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
 
 
 class _OnlyWrites:
-    """Analysis of skippable statements: `only` is True if they do nothing but write to tensor elements."""
+    """Analysis of statements that a condition can skip.
+
+    `only` is True if they do nothing but write to elements of tensors.
+    """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:
-        self.may_continue = isinstance(by.body[0], ast.Continue)  # all that is left of the loop is skipped
+        self.may_continue = isinstance(by.body[0], ast.Continue)  # `continue` skips the rest of the loop body
         self.stored = {name for statement in skipped for name in _names(statement, ast.Store)}
         self.read_elsewhere = _Behind(function, skipped, self.stored).reads
         self.made: set[str] = set()
@@ -216,7 +224,7 @@ class _OnlyWrites:
         return is_same and ast.unparse(value.func.value) == target.id  # type: ignore[attr-defined]
 
     def _makes(self, target: ast.expr) -> bool:
-        """Return True if no code outside of the skippable statements reads the assigned name."""
+        """Return True if an assignment is harmless: code outside of these statements does not read the name."""
         names = _names(target, ast.Store)
         self.made |= names
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
@@ -224,14 +232,14 @@ class _OnlyWrites:
         return are_names and not names & self.read_elsewhere
 
     def _reads(self, value: ast.expr) -> bool:
-        """Return False if an expression can read a variable that an earlier run of these statements assigned."""
+        """Return False if an expression can read a variable from an earlier loop iteration of this code."""
         return not _names(value, ast.Load) & self.stored - self.made - self.read_elsewhere
 
 
 class _Behind:
-    """Analysis of the code outside of skippable statements.
+    """Analysis of the code around statements that a condition can skip.
 
-    `reads`: names that this code reads and that the skippable statements may have assigned.
+    `reads`: names that this code reads and that the skipped statements may have assigned.
     """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:
@@ -242,15 +250,17 @@ class _Behind:
     def _block(self, block: Sequence[ast.stmt], others: set[str]) -> set[str]:
         """Analyze the statements of a block in order.
 
-        `others`: names that code outside of the skippable statements assigned before the block. Returns these names and
-        the names that the block assigns.
+        Args:
+            others: names that code outside of the skippable statements assigned before the block.
+
+        Returns `others` and the names that the block assigns.
         """
         for statement in block:
             if id(statement) in self.skipped:
                 others = others - self.assigned
                 continue
             if not isinstance(statement, (ast.If, ast.With)) and self._holds_skipped(statement):
-                others = others - self.assigned  # of the turn before
+                others = others - self.assigned  # these names may have values from the previous iteration
             match statement:
                 case ast.If() | ast.While():
                     self._read([statement.test], others)

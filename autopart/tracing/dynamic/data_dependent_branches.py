@@ -1,4 +1,4 @@
-"""Writes that a model skips depending on values: `if mask.any(): y[mask] += expert(x[mask])`.
+"""Code that a model skips depending on values: `if mask.any(): y[mask] += expert(x[mask])`.
 
 A graph has no branches. If the skippable code only writes to elements of tensors (`branch_source.py`), the code is
 traced as if it ran. A marker node is inserted before the code and another marker node after it. The first marker has
@@ -47,7 +47,7 @@ _NO_FINITE_SLOPE = {"div", "reciprocal", "rsqrt", "sqrt", "pow", "log", "log2", 
 
 
 class DataDependentBranches:
-    """The source lines of a model that conditionally skip writes, recorded during its trace."""
+    """Code that a model can skip depending on values: it is recorded and marked during the trace."""
 
     def __init__(self) -> None:
         self.lines: dict[Skipped, int] = {}
@@ -73,17 +73,21 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the truth value of a condition for which its code runs.
+        """Return the truth value of a condition for which the code that it can skip runs.
 
         Returns None if that code does more than write to elements of tensors.
         """
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Return True for a data-dependent length in `if len(x) > 0:` whose body only writes to tensors."""
+        """Return True if a frame evaluates `if len(x) > 0:`, whose body only writes to tensors.
+
+        `size`: the length, which depends on data.
+        """
         if isinstance(size, int):
             return False
-        while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
+        # Leave torch's Python code, such as Tensor.__len__.
+        while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
         skipped = skipped_by_length(frame)
         if skipped is not None:
@@ -93,7 +97,7 @@ class DataDependentBranches:
     def _marked(self, frame: FrameType, skipped: Skipped | None, truth: Callable[[], Tensor]) -> bool | None:
         if skipped is None:
             return None
-        self._end(frame, skipped)  # the loop goes on to its next turn
+        self._end(frame, skipped)  # in a loop, the code of the previous iteration ends here
         self.turns += 1
         runs = truth().detach().reshape(()).to(torch.bool)
         number = self.lines.setdefault(skipped, len(self.lines))
@@ -116,10 +120,10 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Marks:
-    """The marker nodes around skippable code in a graph.
+    """The marker nodes around code in a graph that the model can skip.
 
-    A begin marker is inserted before skippable code, an end marker after it. The first argument of a begin marker is
-    the condition. The class also records masks that are false everywhere when the model skips the code.
+    A begin marker is inserted before the code, an end marker after it. The first argument of a begin marker is the
+    condition. The class also records masks that are false everywhere when the model skips the code.
 
     `same`: function that returns True for two nodes that compute equal values.
     """
@@ -132,10 +136,7 @@ class Marks:
         """{marker: masks that are false everywhere if the model skips its code}."""
 
     def pass_by(self, node: fx.Node) -> bool:
-        """Advance to the next node of the graph.
-
-        Returns True if the node is a marker: the begin or end of code that the model can skip.
-        """
+        """Process the next node of the graph. Return True if it is a marker (begin or end of skippable code)."""
         if node.target is _BEGINS:
             self.around.append(node)
             self.empty.setdefault(node, set())
@@ -144,7 +145,7 @@ class Marks:
         return node.target in (_BEGINS, _ENDS)
 
     def guarded(self, mask: fx.Node, combine: Callable[[fx.Node, fx.Node], fx.Node]) -> fx.Node:
-        """Return the mask of the current node, ANDed with the condition under which the model runs the node.
+        """Return `mask` AND the condition under which the model runs the current node.
 
         If the model skips the node, the result is false everywhere, so the node selects no elements.
 
@@ -159,7 +160,7 @@ class Marks:
         return mask
 
     def is_empty(self, mark: fx.Node, mask: fx.Node) -> bool:
-        """Return True if a mask is false everywhere whenever the model skips the code after a marker."""
+        """Return True if `mask` is false everywhere whenever the model skips the code after marker `mark`."""
         counted = _asked_of(mark.args[0])
         parts = _conjuncts(mask)
         if isinstance(counted, fx.Node):
@@ -174,7 +175,7 @@ class Marks:
 
 
 class _CountOf(NamedTuple):
-    """The number of elements of tensor `of` that equal `number`, such as one entry of `bincount`."""
+    """The number of elements of the tensor `of` that equal `number`: one entry of `bincount`."""
 
     of: fx.Node
     number: int
@@ -195,7 +196,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _conjuncts(mask: fx.Node) -> list[fx.Node]:
-    """Return the mask and, if it is a logical AND, its operands: all are true wherever the mask is true."""
+    """Return the mask and, if it is `a & b`, also its operands: each is true wherever the mask is true."""
     root = _root(mask)
     if operator_name(root) in ("aten::logical_and", "aten::bitwise_and"):
         return [root, *(part for of in root.args if isinstance(of, fx.Node) for part in _conjuncts(of))]
@@ -216,7 +217,7 @@ def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
 
 
 def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask whose true elements a value counts. The value can also be a multiple of the count.
+    """Return the mask whose true elements a value counts. A multiple of the count is recognised too.
 
     Returns a `_CountOf` for an entry of `bincount`, and None for any other value.
     """
@@ -251,11 +252,11 @@ def _is_positive(factor: object) -> bool:
     return isinstance(factor, fx.Node) and operator_name(factor) == "aten::full" and factor.args[1] > 0
 
 
-# --- Nothing is left of skipped code -------------------------------------------------------------------------------
+# --- Skipped code has no other effects ------------------------------------------------------------------------------
 
 
 def check_only_writes(graph: fx.Graph, marks: Marks, selected: Mapping[fx.Node, set[fx.Node]]) -> None:
-    """Raise TraceError if skippable code can affect more than the elements that it writes.
+    """Raise TraceError if code that the model can skip affects more than the elements that it writes.
 
     Removes the markers.
 
@@ -295,7 +296,7 @@ class _SkippedCode:
     def check(self) -> None:
         for node in self.nodes:
             if is_selection(node) or positions_of(node) is not None:
-                continue  # other code may select the same
+                continue  # code outside may share this selection
             more = False
             if node not in self.nothing and self.nothing.intersection(node.all_input_nodes):
                 more = not self._writes_nothing(node) and operator_name(node) != "aten::sum"
@@ -314,7 +315,7 @@ class _SkippedCode:
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
     def _writes_nothing(self, node: fx.Node) -> bool:
-        """Return True for a write to selected elements only: it changes nothing if no element is selected."""
+        """Return True for a write that affects only selected elements, so nothing if no element is selected."""
         if operator_name(node).removeprefix("aten::") not in OUT_OF_PLACE:
             return False
         places = [argument(node, name) for name in ("indices", "index", "mask")]
@@ -322,7 +323,7 @@ class _SkippedCode:
         return any(one in self.nothing or one in self.masks for one in written)
 
     def _is_as_before(self, node: fx.Node) -> bool:
-        """Return True if a value is equal whether or not the model skips this code."""
+        """Return True if a value is the same whether or not the model skips this code."""
         while node in self.inside:
             if operator_name(node).removeprefix("aten::") not in _SAME_TRUTHS and not self._writes_nothing(node):
                 return False
@@ -340,7 +341,7 @@ class _SkippedCode:
 
 
 def _numbers(runs: fx.Node) -> list[fx.Node]:
-    """Return the scalars from which a condition is computed."""
+    """Return the scalar nodes from which a condition is computed."""
     todo, numbers = [runs], list[fx.Node]()
     while todo:
         node = todo.pop()

@@ -77,7 +77,7 @@ class Floats:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Replace `float` and `int` in the recorded modules inside a `with` block."""
+        """Replace `float` and `int` by their replacements in the recorded modules, inside a `with` block."""
         for names, name in self.modules:
             names[name] = _REPLACEMENTS[name]
         try:
@@ -88,4 +88,4 @@ class Floats:
 
 
 class ReadsFloat(Exception):
-    """Raised if the model's code calls `float(tensor)`: the model is traced again with `float` replaced."""
+    """Exception: the model's code calls `float(tensor)`. The model is traced again with `float` replaced."""

@@ -38,18 +38,18 @@ from autopart.tracing.trace_errors import LostInTrace
 
 F = TypeVar("F", bound=Callable[..., Any])
 Like = Any
-"""Example tensors of the results, or a function of the arguments that returns them."""
+"""Type of the option `like`: example tensors of the results, or a function that returns them."""
 _LIBRARY = torch.library.Library(HOST_FUNCTION, "FRAGMENT")
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device)
 _NUMBERS = (bool, int, float, np.generic)
 _KNOWN_FUNCTIONS = {"linear_sum_assignment": "scipy.optimize"}
-"""Host functions that need no mark: {name: module}."""
+"""{name: module} of functions that are host functions even if the user has not marked them."""
 _DRAWS = {
     np.random: ("rand", "randn", "random", "random_sample", "uniform", "normal", "randint", "choice", "permutation",
                 "beta", "binomial", "gamma", "exponential", "standard_normal", "poisson"),
     random: ("random", "uniform", "randint", "randrange", "choice", "sample", "gauss", "betavariate", "normalvariate"),
 }  # fmt: skip
-"""Functions that draw from the global generators of numpy and Python, and return new values."""
+"""Functions that draw from the global random generators of numpy and Python, and return new values."""
 _traced: ContextVar[ConcreteConstants | None] = ContextVar("the inputs of the running trace", default=None)
 _runs: ContextVar[bool] = ContextVar("a host function runs", default=False)
 exchange: ContextVar[Callable[[Callable[[], list[Tensor]]], list[Tensor]] | None]
@@ -145,8 +145,8 @@ def host_functions(model: nn.Module, known: ConcreteConstants, draws: bool) -> I
 
     Args:
         known: how tensors of the trace are computed from the inputs.
-        draws: also make operators of functions that draw random numbers of Python and numpy: those of `_DRAWS`, and
-            functions in the modules of the model's code that use these generators.
+        draws: True to also make operators of functions that draw random numbers of Python and numpy: those of `_DRAWS`,
+            and functions in the modules of the model's code that use these generators.
     """
     from_numpy = torch.from_numpy
     exchanged: dict[tuple[Any, str], Any] = {
@@ -265,7 +265,10 @@ class _HostCall:
         return forms[0]
 
     def _operand(self, tensor: Tensor, seed: int) -> Tensor:
-        """Return a tensor to try the function on: the input's values, or random ones for an activation."""
+        """Return a tensor for a trial run of the function: an input's real values, or random ones.
+
+        Activations get random values.
+        """
         value = self.known.value_of(torch.clone, tensor) if self.known.is_recorded(tensor) else UNKNOWN
         with outside_of_tracing():
             if value is not UNKNOWN:
@@ -339,7 +342,7 @@ _OPERATORS: dict[tuple[Any, str], Any] = {}
 
 
 def _content(leaf: Any) -> Any:
-    """Return the content of an argument, to find out if a function changes it."""
+    """Return a snapshot of an argument, to find out later if a function has changed it."""
     array = leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
     if isinstance(array, Tensor):
         return array.contiguous().view(torch.uint8).numpy().tobytes() if array.numel() and array.ndim else str(array)
@@ -347,7 +350,7 @@ def _content(leaf: Any) -> Any:
 
 
 def _text(leaf: Any) -> str:
-    """Return a text of an argument that is equal for equal values, in all processes."""
+    """Return a text of an argument. Equal values have equal texts in all processes."""
     if isinstance(leaf, np.ndarray):
         return f"{leaf.shape} {leaf.dtype} {hashlib.sha256(np.ascontiguousarray(leaf).tobytes()).hexdigest()}"
     return repr(leaf)

@@ -1,4 +1,4 @@
-"""Lists of indices that MoE code makes with `tolist()` and indexes by: `x[None, top_x.tolist()]`.
+"""Lists of indices from `tolist()` that MoE code uses as an index: `x[None, top_x.tolist()]`.
 
 The length of such a list is data-dependent, so a trace has no Python list. `tolist()` returns a stand-in that can only
 be used as an index. The indexing call then uses the tensor.

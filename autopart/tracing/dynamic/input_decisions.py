@@ -30,19 +30,25 @@ from autopart.tracing.trace_errors import NOT_THE_USERS
 _SYMBOLIC = frozenset({"item", "tolist", "__float__"})
 """Functions for whose results a trace has symbols."""
 _ARRAYS = frozenset({"numpy", "__array__"})
-"""Functions whose results are arrays of numpy. Python gets arrays of integers, which are guards entry by entry."""
+"""Functions that return numpy arrays. Python gets arrays of integers; each entry becomes a guard."""
 _REFUSALS = Refusal.DECISION, Refusal.SIZE, None
-"""Refusals that real values can avoid. None: the model's own code fails on a symbol."""
+"""Reasons of errors that real values in place of symbols can avoid.
+
+None: an error of the model's own code on a symbol.
+"""
 _MAX_SINGLE = 4
-"""Number of traces that each make one read real. The next one makes all reads of integers and sizes real."""
+"""Maximum number of repeated traces that each replace the symbol of one read by its real value.
+
+The next trace replaces the symbols of all reads of integers and sizes.
+"""
 _SYMBOL = re.compile(r"\b[uz]+f?\d+\b")
 
 Site = tuple[CodeType, int]
-"""A call in the user's code: the function, and the index of the instruction."""
+"""Position of a call in the user's code: the function's code, and the index of the instruction."""
 
 
 class InputDecisions:
-    """The values of inputs that Python reads in one trace.
+    """The values of inputs that Python reads in one trace. Each becomes a guard or a symbol.
 
     Args:
         check: called before every read. Raises an exception if the trace must begin again.
@@ -107,9 +113,9 @@ class InputDecisions:
         return UNKNOWN if recorded is None else self._guarded(recorded, _users_frame(frame))
 
     def note(self, call: Call, output: Any, frame: FrameType) -> Any:
-        """Record how the symbols in the result of a call are computed from the inputs. Returns the result.
+        """Record how the symbols in the result of a call are computed from the inputs. Return the result.
 
-        In code that `specialise` chose, sizes of tensors get their real values.
+        In code that `specialise` chose, the result has real sizes in place of symbols.
         """
         is_list = isinstance(output, list)
         for place, leaf in enumerate(output if is_list else [output]):
@@ -149,7 +155,7 @@ class InputDecisions:
         return value
 
     def specialise(self, error: TraceError) -> bool:
-        """Choose the code that gets real values in place of symbols in the next trace.
+        """Choose, after a failed trace, the code that gets real values in place of symbols in the next trace.
 
         Returns False if no other trace can avoid this error.
         """
@@ -194,11 +200,12 @@ def _site(frame: FrameType | None) -> Site:
 
 
 def _text(frame: FrameType | None) -> tuple[str, str]:
-    """Return the source text of the expression that a frame evaluates, and its line as `model.py:12`."""
+    """Return the source text of the expression that a frame evaluates, and its line, as `model.py:12`."""
     if frame is None:
         return "a value", "?"
     file = frame.f_code.co_filename
-    is_jump = "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]  # of an `if`: the condition is right before it
+    # The jump of an `if`: the instruction before it computes the condition.
+    is_jump = "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]
     first, last, begin, end = list(frame.f_code.co_positions())[frame.f_lasti // 2 - is_jump]
     where = f"{Path(file).name}:{frame.f_lineno}"
     if first is None or last is None or begin is None or end is None:

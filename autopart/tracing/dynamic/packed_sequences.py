@@ -23,7 +23,7 @@ from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstant
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _GATE = 1e4
-"""Input of a sigmoid for which its value is exactly 1, and exactly 0 with a minus sign, in every dtype."""
+"""Number whose sigmoid is exactly 1, and exactly 0 if it is negated, in every dtype."""
 
 
 class _Steps(NamedTuple):
@@ -34,12 +34,12 @@ class _Steps(NamedTuple):
 
 
 class PackedSequences:
-    """The packed sequences of one trace, found by the tensors of their `PackedSequence`."""
+    """The packed sequences of one trace. They are found by the tensors of a `PackedSequence`."""
 
     def __init__(self, known: ConcreteConstants) -> None:
         self.known = known
         self._steps = WeakIdKeyDictionary()  # {batch_sizes: _Steps}
-        self._padded = WeakIdKeyDictionary()  # {data: the same sequence, padded}
+        self._padded = WeakIdKeyDictionary()  # {data of a packed sequence: padded sequence}
 
     def run(self, func: Callable[..., Any], args: tuple, read: Read) -> Any:
         """Return the result of a function of packed sequences; UNKNOWN for other functions."""
@@ -98,7 +98,7 @@ class PackedSequences:
         firsts = list(states) if is_lstm else [states]
         padded, finals = self._unpacked(data, mask), list[tuple[Tensor, ...]]()
         for layer in range(num_layers):
-            if layer and dropout and training:  # the same random numbers as of the packed data
+            if layer and dropout and training:  # draw for the packed data, as torch does
                 padded = self._unpacked(F.dropout(padded[mask], dropout, training), mask)
             outputs = []
             for direction in range(directions):
@@ -134,7 +134,10 @@ def _reversed(padded: Tensor, steps: _Steps) -> Tensor:
 
 
 def _carrying(source: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an LSTM's input and input weight, with a feature that makes padded steps keep the cell state."""
+    """Return an LSTM's input and input weight, extended by a feature that marks padded steps.
+
+    In padded steps this feature closes the input gate and opens the forget gate, so that the cell state stays.
+    """
     ones = weight.new_ones(weight.size(0) // 4, 1)  # gates: input, forget, cell, output
     column = torch.cat([-_GATE * ones, _GATE * ones, 0 * ones, 0 * ones])
     is_padding = mask.logical_not().to(source.dtype)[:, :, None]

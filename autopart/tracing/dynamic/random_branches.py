@@ -1,12 +1,12 @@
-"""Branches on a random number or on values, both sides of which are computed.
+"""Branches whose condition is a random number or depends on values: both sides are computed.
 
 Examples: `if torch.rand([]) < self.layerdrop: continue`, `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
 
 A single trace fixes the outcome of each condition. So the forward is traced several times: with all outcomes equal,
 with each outcome changed alone, and once with random outcomes. The difference between two traces is the code that one
 branch affects. The final graph computes both sides of each branch, and a random number, equal on all ranks, selects a
-side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more
-than these random numbers, and is rejected.
+side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more than
+these random numbers, and is rejected.
 
 A condition on values selects a side in the same way. The gradient of the side that is not selected can be infinite or
 NaN, and would stay so if multiplied by zero. So the inputs of each side receive a gradient only if the side is
@@ -39,15 +39,18 @@ _DEFINED.impl("decided", torch.clone, "CompositeExplicitAutograd")
 _DECIDED = torch.ops.autopart_chance.decided.default
 keep_calls(_DECIDED)
 _MOST = 64
-"""Maximum number of branches of a forward. Each is one more trace."""
+"""Maximum number of branches in a forward. Each branch needs one more trace."""
 _INEXACT = "a branch on a random number can skip this random operator"
 
 
 class RandomBranches:
-    """The branches of one forward whose conditions are random numbers.
+    """The branches of one forward, and the outcomes that the current trace assumes for them.
 
-    `answers`: truth values for the conditions, in the order of evaluation. Conditions beyond the end of the list are
-    False. `lines`: source lines of the branches. `skips_draws`: True if a branch skips code that draws random numbers.
+    Attributes:
+        answers: truth values for the conditions, in the order of evaluation. Conditions beyond the end of the list are
+            False.
+        lines: source lines of the branches.
+        skips_draws: True if a branch skips code that draws random numbers.
     """
 
     def __init__(self) -> None:
@@ -64,9 +67,9 @@ class RandomBranches:
 
     @property
     def is_full(self) -> bool:
-        """True if a forward has the maximum number of branches.
+        """True if the forward has reached the maximum number of branches.
 
-        A loop until a random condition would never end.
+        For example, a loop that ends on a random condition would never end.
         """
         return self.count >= _MOST
 
@@ -76,7 +79,7 @@ class RandomBranches:
         self.operands.clear()
 
     def answer_values(self, condition: Tensor, operand: Operand | None, line: str) -> bool:
-        """Return the fixed outcome for a condition on values.
+        """Return the outcome that the current trace assumes for a condition on values.
 
         Args:
             operand: position of the condition in an `and` or `or`; None if it is a condition by itself.
@@ -85,7 +88,7 @@ class RandomBranches:
         if operand is None:
             return self._decide(condition, line)
         value = condition.logical_not() if operand.is_negated else condition
-        if not operand.is_last:  # the other operands are evaluated, too
+        if not operand.is_last:  # so that Python evaluates the other operands too
             self.operands.append(value)
             return operand.is_and != operand.is_negated
         combine = torch.logical_and if operand.is_and else torch.logical_or
@@ -101,7 +104,10 @@ class RandomBranches:
         return self.answers[self.count - 1] if self.count <= len(self.answers) else False
 
     def answer(self, condition: Tensor) -> bool | None:
-        """Return the fixed outcome for a condition; None if the condition depends on more than random numbers."""
+        """Return the outcome that the current trace assumes for a condition.
+
+        None if the condition depends on more than random numbers.
+        """
         tracing = Tracing.current()
         node = tracing.node_of(condition) if tracing is not None else None
         if node is None or not depends_only_on_random(node):
@@ -119,9 +125,12 @@ def depends_only_on_random(node: fx.Node) -> bool:
 
 
 def with_random_branches(program: Any, chances: RandomBranches, again: Callable[[], Any]) -> Any:
-    """Return an exported program with both sides of every random branch. `again`: traces the call again.
+    """Return an exported program that computes both sides of every branch.
 
     Raises LostInTrace if two branches affect the same operators.
+
+    Args:
+        again: function that traces the call again, with the outcomes in `chances`.
     """
     lines = next(iter([*chances.lines, *chances.by_values.values()]), "")
     try:
@@ -172,9 +181,12 @@ def _lost(why: str) -> LostInTrace:
 class _Side:
     """Difference between the full trace and another trace, in which branch `number` has the other outcome.
 
-    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: {node of the
-    other trace: equal node of the full trace}, for nodes before the branch. `instead`: {value of the full trace: value
-    of the other trace}, for values that differ and that code after the branch reads.
+    Args:
+        here: nodes that only the full trace has.
+        there: nodes that only the other trace has.
+        known: {node of the other trace: equal node of the full trace}, for nodes before the branch.
+        instead: {value of the full trace: value of the other trace}, for values that differ and that code after the
+            branch reads.
     """
 
     number: int
@@ -244,7 +256,7 @@ def _built(
     graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None,
     guarded: Collection[int] = (),
 ) -> fx.Graph:  # fmt: skip
-    """Build the graph for fixed outcomes of all branches, or with both sides of every branch.
+    """Build the graph for given outcomes of all branches, or with both sides of every branch.
 
     Args:
         most: truth value of every condition in the full trace.
@@ -290,9 +302,7 @@ def _built(
 
 
 class _Guards:
-    """Inputs of the two sides of a branch on values.
-
-    They get a gradient of zero if their side is not selected.
+    """Guards on the inputs of a branch's two sides: the side that is not selected gives no gradient.
 
     Args:
         graph: the graph with both sides of every branch, which is being built.
@@ -306,7 +316,10 @@ class _Guards:
         self.has_second = False
 
     def of(self, side: _Side, is_here: bool, source: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return an input of a side. `is_here`: True for the side that the full trace has."""
+        """Return the guarded input of a side, which gets a gradient only if the side is selected.
+
+        `is_here`: True for the side that the full trace has.
+        """
         if side.number not in self.guarded or not _has_gradient(source):
             return source
         key = side.number, is_here, source
@@ -325,12 +338,12 @@ class _Guards:
     def replaced(
         self, side: _Side, is_inside: bool, own: fx.Node, other: fx.Node, condition: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
-        """Return the values of both sides.
+        """Return the values of both sides between which the branch selects.
 
-        A value that a side passes on unchanged can be computed a second time.
+        A value that a side passes on unchanged may be computed a second time, with guards.
 
         Args:
-            is_inside: the full trace computes `own` inside of the branch.
+            is_inside: True if the full trace computes `own` inside of the branch.
         """
         if side.number in self.guarded and not is_inside and not _carries(own, other):
             own = self._second(own, condition, self.most)
@@ -341,8 +354,8 @@ class _Guards:
     def _second(self, node: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
         """Compute a value a second time, with guards at the inputs of the graph.
 
-        The branch replaces the value by a value that does not depend on it. Then the value's own derivative may be
-        infinite or NaN, and the condition is known only after the value was computed.
+        Used if the branch replaces the value by a value that does not depend on it. Then the value's own derivative may
+        be infinite or NaN, and the condition is known only after the value was computed.
         """
         again: dict[fx.Node, fx.Node] = {}
         before = ancestors_of([node])
@@ -360,7 +373,7 @@ class _Guards:
 
 
 def _carries(source: fx.Node, node: fx.Node) -> bool:
-    """Return True if the gradient of a value flows on to `source`, or if `source` has none."""
+    """Return True if the gradient of `node` flows on to `source`, or if `source` has no gradient."""
     if not _has_gradient(source):
         return True
     todo, seen = [node], {node}
@@ -415,7 +428,10 @@ _SLOT: Any = "a value of the graph"
 
 
 def random_branch_notes(chances: RandomBranches, graph: fx.Graph) -> list[str]:
-    """Return notes on the random branches of a trace. Also marks random draws that the model can skip."""
+    """Return notes for the user on the random branches of a trace.
+
+    Also marks the random operators that the model can skip.
+    """
     for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
     by_values = dict.fromkeys(chances.by_values.values())

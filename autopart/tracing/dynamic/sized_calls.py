@@ -19,7 +19,7 @@ _SIZED_METHODS = frozenset(
     {"new_zeros", "new_ones", "new_full", "new_empty", "view", "reshape", "expand", "repeat", "tile", "unflatten"}
     | {"narrow", "split", "chunk", "topk", "pad", "roll", "__getitem__", "__setitem__"}
 )
-"""Functions that take sizes, positions or numbers of elements as arguments after the first."""
+"""Methods whose arguments after the first are sizes, positions or numbers of elements."""
 
 Read = Callable[[Callable[[Tensor], int], Tensor], Any]
 """Function that returns an integer computed from a tensor, or UNKNOWN."""
@@ -51,7 +51,7 @@ def _repeated(args: tuple, kwargs: Mapping[str, Any], read: Read) -> Mapping[str
     total = read(_total, counts) if isinstance(counts, Tensor) else UNKNOWN
     if total is UNKNOWN:
         return kwargs
-    if source is not counts and counts.numel() == 1:  # one count for all
+    if source is not counts and counts.numel() == 1:  # one number of repeats for all elements
         dim = args[2] if len(args) > 2 else kwargs.get("dim")
         total *= source.numel() if dim is None else source.shape[dim]
     return {**kwargs, "output_size": total}
@@ -77,7 +77,7 @@ def with_numbers(func: Callable[..., Any], args: tuple, item: Callable[[Tensor],
 
 
 def with_positions(index: Any) -> Any:
-    """Replace a slice of known length that begins at a symbolic number by a selection of indices."""
+    """Replace a slice that begins at a symbolic number by index tensors, if its length is known."""
     if type(index) is tuple:
         changed = tuple(map(with_positions, index))
         is_one = sum(isinstance(part, Tensor) for part in changed) == 1

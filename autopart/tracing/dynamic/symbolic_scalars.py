@@ -59,7 +59,7 @@ def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
 
 
 class SymbolicScalars:
-    """The data-dependent scalars of a graph as 0-d tensors, which are added to the graph on first use.
+    """Data-dependent scalars of a graph as 0-d tensors. Each tensor is added to the graph on first use.
 
     `count`: function that returns a data-dependent size as a tensor, given torch's symbol of the size.
     """
@@ -100,8 +100,8 @@ class SymbolicScalars:
     def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
         """Return the call with overload `target`, which accepts a tensor in place of each scalar.
 
-        The result keeps its dtype. A scalar operand does not change the dtype, but a tensor operand could, so it is
-        cast.
+        The result keeps its dtype: a scalar operand does not change the dtype, but a tensor operand could, so the
+        tensor is cast.
         """
         wanted = value(node)
         declared = target._schema.arguments
@@ -133,7 +133,7 @@ class SymbolicScalars:
         return added(self.graph, line, aten.full.default, [], number, dtype=_dtype(type(number)))
 
     def tensor(self, number: fx.Node, line: fx.Node) -> fx.Node:
-        """Return a scalar as a 0-d tensor of dtype float64, int64 or bool, the precision of Python's numbers."""
+        """Return a scalar as a 0-d tensor of dtype float64, int64 or bool, which have Python's precision."""
         dtype = _dtype(_KINDS[type(value(number))])
         name = operator_name(number)
         if name in _ITEMS:
@@ -182,7 +182,7 @@ class SymbolicScalars:
 
 
 def check_formula(size: Any, line: fx.Node) -> None:
-    """Raise TraceError if a data-dependent size is no sum of products of sizes, such as `u0//8`."""
+    """Raise TraceError unless a data-dependent size is a sum of products of sizes. `u0//8` is not."""
     if isinstance(size, int) or size.is_Integer or size.is_Symbol:
         return
     if not (size.is_Add or size.is_Mul):

@@ -62,19 +62,19 @@ def with_bounded_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None
 
 
 class _Rewriter:
-    """Rewriter of a graph's data-dependent sizes and scalars, node by node in topological order."""
+    """Rewriter of the data-dependent sizes and scalars of a graph, node by node in topological order."""
 
     def __init__(self, graph: fx.Graph, skipped: Sequence[Skipped]):
         self.graph = graph
         self.marks = Marks(skipped, lambda one, other: self._number(one) == self._number(other))
         self.numbers = SymbolicScalars(graph, self._count)
-        self.traced: dict[fx.Node, Any] = {}  # values as torch traced them: their sizes may contain symbols
+        self.traced: dict[fx.Node, Any] = {}  # {node: its value before the rewrite, whose sizes may contain symbols}
         self.sizes: dict[Symbol, int] = {}
         self.selections: dict[Symbol, fx.Node] = {}
-        self.sized: dict[Any, tuple[fx.Node, int]] = {}  # {data-dependent size: (a value, its dim of that size)}
+        self.sized: dict[Any, tuple[fx.Node, int]] = {}  # {data-dependent size: (a value that has this size, the dim)}
         self.positions: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
         """{mask: positions, and the number of selected elements if known}"""
-        self.values: dict[Hashable, int] = {}  # value numbers: equal for equal computations
+        self.values: dict[Hashable, int] = {}  # {node: number that is equal for equal computations}
         self.known: dict[fx.Node, int] = {}
 
     def run(self) -> None:
@@ -169,7 +169,7 @@ class _Rewriter:
         return place
 
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return the flat indices of a mask's true elements; equal masks share one computation."""
+        """Return the flat indices of a mask's true elements. They are computed once for equal masks."""
         if not shape(mask):
             raise TraceError(
                 "a 0-d mask (a single value) selects elements", refusal=Refusal.SIZE,
@@ -192,11 +192,11 @@ class _Rewriter:
         return positions
 
     def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return the mask of a node, ANDed with the condition under which the model runs the node."""
+        """Return `mask` AND the condition under which the model runs `node`."""
         return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
-        """Return the number of elements that a mask selects: an integer if known, else a torch symbol."""
+        """Return the number of elements that a mask selects: an integer if it is known, else torch's symbol."""
         sizes = next(tensors_in(value(node))).shape
         if operator_name(node) == "aten::index_put":
             return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
@@ -208,7 +208,7 @@ class _Rewriter:
         return expression(sizes[before]) if alone else opened[0] if opened else sizes[0]
 
     def _number(self, node: fx.Node) -> int:
-        """Return a value number of a node: nodes that compute equal values get equal numbers."""
+        """Return a number that identifies the computation of a node: equal computations have equal numbers."""
         for source in self._made_of(node):
             random = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
             key: Hashable = source
@@ -218,7 +218,7 @@ class _Rewriter:
         return self.known[node]
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """Return a node and its ancestors in graph order, without nodes that have a value number."""
+        """Return a node and its ancestors in graph order, without nodes that `_number` has already numbered."""
         todo, unknown = [node], set[fx.Node]()
         while todo:
             source = todo.pop()
@@ -237,7 +237,10 @@ class _Rewriter:
     # Sizes
 
     def _sized(self, node: fx.Node) -> fx.Node | None:
-        """Rewrite a view or factory call with a data-dependent size argument whose maximum is known."""
+        """Rewrite a view or factory call with a data-dependent size argument whose maximum is known.
+
+        Returns None for all other calls.
+        """
         name = operator_name(node).removeprefix("aten::")
         if name in _VIEWS:
             sizes = fx.map_arg(node.args[1], self._known)
@@ -264,10 +267,10 @@ class _Rewriter:
         return self._call(node, aten.full_like.default, like, fill, dtype=output.dtype)
 
     def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
-        """Return a tensor of these sizes, expanded from values that have the data-dependent sizes.
+        """Return a tensor that has the given sizes at run time, even if they depend on data.
 
-        At run time, the tensor then has the actual sizes. Returns None if no size is data-dependent, or if no value
-        has such a size.
+        It is expanded from values that have the data-dependent sizes. Returns None if no size is data-dependent, or if
+        no value has such a size.
         """
         is_open = [not isinstance(size, int) for size in sizes]
         if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
@@ -282,14 +285,14 @@ class _Rewriter:
         return self._call(node, aten.expand.default, like, whole)
 
     def _vector(self, line: fx.Node, source: fx.Node, dim: int) -> fx.Node:
-        """Return one dim of a value as a 1-d tensor, taking index 0 of all other dims."""
+        """Return one dim of a value as a 1-d tensor: all other dims are indexed at 0."""
         vector = self._call(line, aten.detach.default, source)
         for other in reversed([i for i in range(value(source).dim()) if i != dim]):
             vector = self._call(line, aten.select.int, vector, other, 0)
         return vector
 
     def _known(self, number: fx.Node) -> Any:
-        """Return the maximum of a symbolic size as an integer, or the node of the size if it has no maximum."""
+        """Return the maximum of a symbolic size as an integer; the node of the size if it has no maximum."""
         known = with_sizes(value(number), self.sizes)
         return known if isinstance(known, int) else number
 

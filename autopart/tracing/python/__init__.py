@@ -1,1 +1,1 @@
-"""Python values, state and side effects of a model's forward during a trace."""
+"""Python values, state and side effects of a model's forward, handled during a trace."""

@@ -26,10 +26,11 @@ class _BufferMetadata(NamedTuple):
 
 
 class AssignedBuffers:
-    """Records the buffers that a forward assigns.
+    """Record of the buffers that a forward assigns.
 
-    `caches`: buffers that were None and that the forward filled. `are_filled`: True if the caches are filled before
-    the forward starts.
+    Attributes:
+        caches: buffers that were None and that the forward filled.
+        are_filled: True if the caches are filled before the forward starts.
     """
 
     def __init__(self, model: nn.Module):
@@ -100,7 +101,7 @@ def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Te
 
 
 def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again: Callable[[], Any]) -> None:
-    """Raise TraceError if a forward that finds its caches filled differs from a forward that fills them.
+    """Raise TraceError if a forward with filled caches computes something else than one that fills them.
 
     `again` traces the call again with filled caches. Both traces must have equal calls that depend on inputs or
     parameters.
@@ -126,7 +127,10 @@ def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
 
 
 def computed(program: Any) -> Counter[tuple]:
-    """Count the calls that depend on inputs or parameters, by operator, constants and result shape."""
+    """Return {(operator, constants, result shape): number of calls} of a trace.
+
+    Only calls that depend on inputs or parameters are counted.
+    """
     signature = program.graph_signature
     fixed = {*signature.inputs_to_buffers, *signature.inputs_to_lifted_tensor_constants}
     depending: dict[fx.Node, bool] = {}

@@ -37,8 +37,10 @@ _SHAPED_LIKE = {name: (0, "input") for name in ("ones_like", "zeros_like", "full
 _TYPED_LIKE = {name: (0, "self") for name in ("new_tensor", "new_zeros", "new_ones", "new_full")} | {
     name: (1, "other") for name in ("to", "type_as")
 }
-"""Functions that read the form of one argument alone, and which that is: its shape, dtype and device, or but the latter
-two."""
+"""{function: (position, name) of the one argument of which it reads only metadata}.
+
+`new_zeros(x, ...)` and similar functions use the dtype and device of `self`; `to` and `type_as` those of `other`.
+"""
 _SELECTING = frozenset({"__getitem__", "masked_select", "index_select", "repeat_interleave"})
 """Functions that select elements of their first argument."""
 UNKNOWN = object()
@@ -49,14 +51,19 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 
 
 class _NotRecorded(Exception):
-    """Raised for a call with an argument whose value is unknown."""
+    """Exception: a call has an argument whose value is unknown."""
 
 
 class ConcreteConstants:
-    """The constant tensors of a trace, and the tensors that are computed from its inputs alone.
+    """The constant tensors of a trace, and the tensors that are computed only from its inputs.
 
-    The object stores, for each tensor, the calls that recompute it. `of_model`: parameters, buffers and inputs, whose
-    values can differ in the next call. `read`: the constants whose values Python has read.
+    The object stores, for each of these tensors, the calls that recompute it.
+
+    Args:
+        of_model: parameters, buffers and inputs, whose values can differ in the next call.
+
+    Attributes:
+        read: the constants whose values Python has read.
     """
 
     def __init__(self, of_model: Iterable[Tensor] = ()) -> None:
@@ -80,13 +87,16 @@ class ConcreteConstants:
                 self._made[tensor] = InputTensor(place)
 
     def bind_numbers(self, numbers: Sequence[Any]) -> None:
-        """Record the Python numbers that are inputs of the trace. They are the last inputs that `bind` got."""
+        """Record the Python numbers that are inputs of the trace.
+
+        Their tensors are the last ones passed to `bind`.
+        """
         for place, number in enumerate(numbers, len(self.inputs) - len(numbers)):
             record = ValueCall(Tensor.item, (InputTensor(place),), {}, None, of_inputs=True)
             self.symbols[expression(number)] = record
 
     def is_recorded(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that is computed from constants and inputs alone."""
+        """Return True for a tensor that is computed only from constants and inputs."""
         if tensor not in self._made and self._is_constant(tensor):
             self._made[tensor] = tensor
         return tensor in self._made
@@ -101,7 +111,8 @@ class ConcreteConstants:
     def note(self, call: Call, inputs: Sequence[Tensor], output: Any) -> None:
         """Record a torch call that returned `output`. `inputs`: the tensors among its arguments."""
         func, args, kwargs = call
-        if getattr(func, "namespace", "") == HOST_FUNCTION:  # it can draw: a guard would draw other numbers
+        # It can draw random numbers, so a guard cannot recompute it.
+        if getattr(func, "namespace", "") == HOST_FUNCTION:
             return
         name = getattr(func, "__name__", "")
         if name in _SHAPED_LIKE or name in _TYPED_LIKE:
@@ -178,7 +189,7 @@ class ConcreteConstants:
         return ValueCall(partial(_evaluated, formula, symbols), tuple(calls), {}, None, any(c.of_inputs for c in calls))
 
     def forget(self, written: Sequence[Tensor]) -> None:
-        """Record that tensors are written in place: constants that share their memory are no longer constant.
+        """Forget tensors that are written in place, with all constants that share their memory.
 
         Tensors that were computed from these constants before the write stay constant.
         """
@@ -220,10 +231,11 @@ class ConcreteConstants:
             self._made.pop(tensor, None)
 
     def answer(self, call: Call, inputs: Sequence[Tensor], of_inputs: bool = False) -> Any:
-        """Return the result of a call such as `item()` if its tensors `inputs` are constant; else UNKNOWN.
+        """Return the result of a call such as `item()`, if its tensors are constant; else UNKNOWN.
 
         Args:
-            of_inputs: also return results that depend on the inputs of the traced call.
+            inputs: the tensors among the call's arguments.
+            of_inputs: True to also return results that depend on the inputs of the traced call.
         """
         asks = getattr(call[0], "__name__", "") in READING
         if not asks or not inputs or not all(map(self.is_recorded if of_inputs else self._is_known, inputs)):
@@ -240,7 +252,7 @@ class ConcreteConstants:
         return self.result((func, (tensor,), {}))
 
     def value(self, recorded: Any) -> Any:
-        """Compute a recorded value.
+        """Compute the value of a recorded tensor or number.
 
         Returns UNKNOWN if it depends on buffers or on inputs on meta, or if its calls draw random numbers.
         """
@@ -253,7 +265,7 @@ class ConcreteConstants:
         return self._without_draws(program)
 
     def _without_draws(self, program: ValueProgram) -> Any:
-        """Return the result of a program; UNKNOWN if one of its calls draws random numbers."""
+        """Run the recorded calls of a value and return the result; UNKNOWN if a call draws random numbers."""
         self.read += [leaf for leaf in program.recorded if isinstance(leaf, Tensor)]
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
@@ -265,19 +277,19 @@ class ConcreteConstants:
         return UNKNOWN
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
-        """Record buffers as constant in every call until they are written. Their values stay unknown."""
+        """Treat buffers as constant in every call until they are written. Their values stay unknown."""
         self._held = [(buffer, Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
         for buffer, form in self._held:
             self._made[buffer] = form
 
     def reads_buffers(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that is computed from buffers, maybe together with inputs and constants."""
+        """Return True for a tensor that is computed from buffers, possibly together with inputs and constants."""
         if not self.is_recorded(tensor):
             return False
         return bool(_forms_of(ValueProgram([self._made[tensor]])) & {id(form) for _, form in self._held})
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Return True if a tensor has equal values in every call."""
+        """Return True if a tensor has the same values in every call."""
         if not self._is_known(tensor):
             return False
         program = ValueProgram([self._made[tensor]])
@@ -285,7 +297,7 @@ class ConcreteConstants:
             return False
         try:
             return self._without_draws(program) is not UNKNOWN
-        except (RuntimeError, ValueError, IndexError):  # held tensors are assumed to be zeros, which may not fit
+        except (RuntimeError, ValueError, IndexError):  # zeros stand in for unknown values, and may not fit
             return False
 
 
@@ -298,7 +310,7 @@ def views_of(recorded: Any) -> list[Any]:
 
 
 def moved_view(view: Any, root: Any, new: Any) -> Any:
-    """Return the record of a view of `root`, changed to a view of `new`; None for other records."""
+    """Return the record of a view of `root`, rewritten as a view of `new`; None for other records."""
     views = views_of(view)
     if not any(one is root for one in views):
         return None
@@ -353,7 +365,7 @@ def written_by(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in a value, including those in nested containers, in order."""
+    """Yield the tensors in a value, including those in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, set, dict)):
@@ -365,5 +377,5 @@ def memory_of(tensor: Tensor) -> int | None:
     """Return a key of a tensor's memory, equal for tensors that share storage; None without storage."""
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors have several
+    except (NotImplementedError, RuntimeError):  # sparse tensors have several storages
         return None

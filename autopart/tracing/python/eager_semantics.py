@@ -65,7 +65,7 @@ _OF_METADATA = frozenset(
     getattr(_TENSOR, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
 ) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
-"""Functions that do not depend on the grad mode and return no tensor."""
+"""Functions that read only metadata: the grad mode does not affect them, and they return no tensor."""
 _OF_SIZE = frozenset({_TENSOR.shape.__get__, Tensor.size, Tensor.numel})
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
@@ -81,7 +81,7 @@ _SIZED_BY_VALUES = {
         "torch.nn.functional.ctc_loss, or nn.CTCLoss",
     ),
 }
-"""Functions of torch that cannot be traced: what, why, and what to try."""
+"""{function of torch that cannot be traced: what is wrong, why, and what to try}."""
 _CALL_OF_GRAD = inspect.signature(torch.autograd.grad)
 _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
@@ -106,7 +106,7 @@ class EagerSemantics(TorchFunctionMode):
         self.decisions = InputDecisions(self.known, self._check_may_rewrite)
         self.packed = PackedSequences(self.known)
         self.floats = Floats()
-        self.differentiates = False  # whether forward has called torch.autograd.grad
+        self.differentiates = False  # True if forward has called torch.autograd.grad
         self.twice_only: dict[str, None] = {}  # operators whose third derivative is wrong in torch
         self.gradients: list[Any] = []  # autograd nodes of gradients that the forward takes with create_graph
         self.passed: dict[str, None] = {}  # texts of value checks, for notes
@@ -116,11 +116,11 @@ class EagerSemantics(TorchFunctionMode):
         self.hook_notes: dict[str, None] = {}
         self.chances = RandomBranches()
         self.skipped = DataDependentBranches()
-        self.numbers_drawn = False  # whether forward takes a random number out of its tensor
-        self.numbers_stay = False  # whether it gets the tensor instead
-        self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: whose it is}
+        self.numbers_drawn = False  # True if forward converts a random tensor to a number
+        self.numbers_stay = False  # True if forward gets the tensor instead
+        self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: its tensor}
         self.toggled = WeakIdKeyDictionary()  # {parameter that the forward froze or unfroze: `requires_grad` before}
-        self.both = False  # whether both branches of a torch.cond are in the trace
+        self.both = False  # True if both branches of a torch.cond are in the trace
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -170,7 +170,7 @@ class EagerSemantics(TorchFunctionMode):
             return output
         func, args, kwargs = with_size((func, args, kwargs), read)
         if func is torch.tensor and self.chances.by_values and type(args[0]) in (bool, int, float):
-            func, args = torch.full, ((), *args)  # a constant of one side of a branch is no input of the graph
+            func, args = torch.full, ((), *args)  # an operator: a constant of one side of a branch must not be an input
         output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, dict(kwargs))
         self.known.note((func, args, kwargs), tensors, output)
         output = self.decisions.note((func, args, kwargs), output, frame)
@@ -179,7 +179,7 @@ class EagerSemantics(TorchFunctionMode):
         return output
 
     def to_list(self, tensor: Tensor) -> Any:
-        """Return the result of `tensor.tolist()`; None if the trace makes a list of symbols."""
+        """Return the result of `tensor.tolist()`; None if the trace makes a list of torch's symbols."""
         value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
         return as_places(tensor) if value is UNKNOWN else value
 
@@ -209,7 +209,7 @@ class EagerSemantics(TorchFunctionMode):
             )
 
     def named(self, value: Any, name: str) -> None:
-        """Record names for the tensors in a value, which error messages use."""
+        """Record a name for each tensor in a value, for error messages."""
         for leaf in tree_flatten(value)[0]:
             if isinstance(leaf, Tensor):
                 self.origins[leaf] = (name,)
@@ -281,15 +281,16 @@ class EagerSemantics(TorchFunctionMode):
         return gradients
 
     def _toggle(self, func: Callable[..., Any], parameter: nn.Parameter, requires_grad: bool = True) -> Any:
-        """Freeze or unfreeze a parameter for a part of the forward."""
+        """Trace a call that freezes or unfreezes a parameter during the forward (`requires_grad_`)."""
         if parameter.requires_grad != requires_grad:
-            if not self.may_rewrite:  # a cached trace of a block has the parameter in its other state
+            # Trace again: blocks that were recorded before have the parameter in its earlier state.
+            if not self.may_rewrite:
                 raise Rewrites
             self.toggled.setdefault(parameter, parameter.requires_grad)
         return func(parameter, requires_grad)
 
     def without_frozen(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Detach the parameters that the forward has frozen, in the arguments of a call."""
+        """Return a call's arguments, in which parameters that the forward has frozen are detached."""
         if not any(was and not parameter.requires_grad for parameter, was in self.toggled.items()):
             return args, kwargs
 
@@ -325,12 +326,16 @@ class EagerSemantics(TorchFunctionMode):
         return answer
 
     def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the outcome for a condition on values; None if its sides cannot both be computed."""
+        """Return the outcome that the trace assumes for a condition on values.
+
+        None if the trace cannot contain both sides of the branch.
+        """
         operand = operand_of(frame)
         chances = self.chances
         if chances.refuses_values or chances.is_full or operand is False or Tracing.current() is None:
             return None
-        if passing_answer(Tensor.__bool__, [truth()], frame) is not None:  # a check, whose other side raises
+        # A value check: the other side raises an error.
+        if passing_answer(Tensor.__bool__, [truth()], frame) is not None:
             return None
         self._check_may_rewrite()
         return self.chances.answer_values(truth(), operand, check_text(frame, NOT_THE_USERS))
@@ -385,9 +390,13 @@ def traceable(
 ) -> Iterator[None]:
     """Replace modules and functions that torch.export cannot trace, inside a `with` block.
 
-    A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A user's autograd.Function
-    becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). `to_list` replaces
-    `tensor.tolist()`. A cast of a module to the dtype that it already has becomes a no-op.
+    A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A cast of a module to the
+    dtype that it already has becomes a no-op.
+
+    Args:
+        apply: replaces `Function.apply` of a user's autograd.Function. It receives torch's own `apply`, the class, args
+            and kwargs.
+        to_list: replaces `tensor.tolist()`.
     """
     exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
     for module in model.modules():
@@ -468,7 +477,10 @@ def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -> None:
-    """Move the running mean and unbiased variance by the fraction `share` towards those of this batch."""
+    """Update the running mean and variance: move them by the fraction `share` towards those of this batch.
+
+    The variance is the unbiased one.
+    """
     rows = source.to(module.running_mean.dtype)
     mean = rows.mean(dims, keepdim=True)
     var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)

@@ -1,4 +1,4 @@
-"""Guards: compare, at each call, the Python values that a trace holds as constants."""
+"""Guards: checks at each call that the Python values that a trace has as constants are unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ from autopart.tracing.python.recorded_reads import (
 from autopart.tracing.with_loss import users_model, users_modules
 
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
-"""Attributes that every module has; not guarded. (The cache key of a call has the train/eval mode.)"""
+"""Attributes that every module has, which are not guarded.
+
+The cache key of a call has the train/eval mode.
+"""
 
 _CODE = (*FUNCTIONS, classmethod, staticmethod)
 
@@ -46,7 +49,7 @@ _CODE = (*FUNCTIONS, classmethod, staticmethod)
 class Change(NamedTuple):
     """A Python value that differs from its value in the trace.
 
-    `slot`: the `NumberSlot` that reads and replaces the value; None if the value cannot be replaced.
+    `slot`: the `NumberSlot` with which the value can be replaced; None if it cannot be replaced.
     """
 
     path: str
@@ -117,7 +120,7 @@ class Guards:
         return len(self._flat) + of_others + len(self._tensors)
 
     def _flatten(self) -> None:
-        """Collect the guarded values of all modules in one list, because hundreds are compared at each call."""
+        """Collect the guarded values of all modules in one list, to compare hundreds of them quickly."""
         self._getters = [(group.mapping, group.get) for group in self._of_modules]
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
@@ -139,7 +142,7 @@ class Guards:
         try:
             now = [get(module().__dict__) for module, get in self._getters]
             of_modules = all(map(is_, chain.from_iterable(now), self._flat))
-        except (AttributeError, KeyError):  # the user no longer holds the model, or an attribute is gone
+        except (AttributeError, KeyError):  # the user has deleted the model or an attribute
             of_modules = False
         if not of_modules:
             if not all([group.hold() for group in self._of_modules]):
@@ -235,7 +238,8 @@ class Guards:
                     self._watch(f"{path}{name}", own, holder, name, MISSING)
                 continue
             if mapping is not own and isinstance(own, dict) and not isinstance(mapping, Computed):
-                self._watch(f"{path}{name}", own, holder, name, MISSING)  # an attribute of the instance would hide it
+                # An instance attribute of this name would hide it.
+                self._watch(f"{path}{name}", own, holder, name, MISSING)
             self._value(path, holder, mapping, name, mapping.get(name, MISSING))
 
     def _value(self, path: str, holder: Any, mapping: Any, name: str, value: Any) -> None:
@@ -287,11 +291,11 @@ class Guards:
 
 
 def _no_layer() -> None:
-    """Return None. Used in place of a weak reference to a child module that is None."""
+    """Return None, like a weak reference to a child module that is None."""
 
 
 class _GuardedValues:
-    """Guarded values that are read, by name, from one mapping such as an object's `__dict__`."""
+    """Guarded values that are stored in one mapping, such as an object's `__dict__`, and are read by name."""
 
     def __init__(self, mapping: Any, found: Mapping[str, tuple[str, Any]]):
         self.mapping, self.names = mapping, [*found]
@@ -311,7 +315,7 @@ class _GuardedValues:
         mapping = self.mapping
         if type(mapping) is weakref.ref:
             module = mapping()
-            if module is None:  # the user no longer holds the model
+            if module is None:  # the user has deleted the model
                 return True
             mapping = module.__dict__
         try:
@@ -321,7 +325,10 @@ class _GuardedValues:
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: Sequence[Any]) -> bool:
-        """Return True if the values are equal although they are new objects. Remember the new objects."""
+        """Return True if the values equal the guarded ones although they are new objects.
+
+        Store the new objects.
+        """
         if [_identity_key(value) for value in now] != self.keys:
             return False
         self.values = tuple(now)

@@ -25,9 +25,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, dict, set, deque)
 _TORCH_OWN = frozenset({"_parameters", "_buffers", "_modules"})
-"""A module's own tensors: assignments to them are outputs of the program."""
+"""Attributes in which a module stores its own tensors.
+
+The program returns new values assigned to them.
+"""
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: hooks, which `PythonState` restores."""
+"""Attributes that every module has, such as hooks. `PythonState` restores them."""
 LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
@@ -39,7 +42,7 @@ class ReplacedTensor(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A value with tensors that a forward stored. `name`: text of the variable that has the value."""
+    """A value with tensors that a forward stored in a variable. `name`: text of the variable."""
 
     name: str
     place: Any
@@ -98,7 +101,7 @@ class HiddenTensors:
 def places_of(model: nn.Module) -> list[Any]:
     """Return the objects in which a forward can store a value, found by the names in its code.
 
-    These are containers, dicts of globals and attributes, classes, closures, and caches of functions.
+    These are dicts of globals and attributes, classes, closures, other containers, and caches of functions.
     """
     return _Walk(model).places
 
@@ -153,7 +156,7 @@ class _Walk:
                 self._add_named(vars(thing))
                 self._add(thing.__mro__[1:])
         elif isinstance(thing, dict) and "__builtins__" in thing:
-            pass  # globals: only the names that functions use
+            pass  # of globals, only the names that functions use
         elif (_is_own(type(thing)) or isinstance(thing, _NAMESPACES)) and not isinstance(thing, types.ModuleType):
             self._add((type(thing), getattr(thing, "__dict__", None)))
         else:
@@ -233,7 +236,7 @@ def _content(place: Any) -> dict[Any, Any]:
     if isinstance(place, types.CellType):
         try:
             return {"": place.cell_contents}
-        except ValueError:  # a variable that is not set yet
+        except ValueError:  # the closure variable is not set yet
             return {}
     if isinstance(place, dict):
         return dict(dict.items(place))  # a user's class may create an entry on access

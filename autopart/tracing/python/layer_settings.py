@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
 
 NO_SETTINGS = Settings()
-"""All layers are in the model's mode, with the model's attributes."""
+"""Settings if all layers have the model's mode, and the attributes of the user's model."""
 
 
 def is_plain(value: Any) -> bool:
@@ -55,7 +55,7 @@ def plain_attributes(layer: nn.Module) -> dict[str, Any]:
 
 
 def digest(settings: Settings) -> str:
-    """Return a short hash of settings, as text."""
+    """Return a short hash of settings, for names and comparisons."""
     return f"layers {zlib.crc32(repr(settings).encode()):08x}"
 
 
@@ -66,10 +66,7 @@ def settings_of(model: nn.Module) -> Settings:
 
 
 def with_values(model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
-    """Set attributes of layers inside a `with` block, and restore the old values at its end.
-
-    Modes do not change.
-    """
+    """Set attributes of layers inside a `with` block (not modes), and restore the old values at its end."""
     return attributes({(model.get_submodule(path), name): value for path, name, _, value in settings.values})
 
 

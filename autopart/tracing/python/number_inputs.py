@@ -22,7 +22,7 @@ NUMBERS = "python_numbers"
 
 
 class NumberSlot(NamedTuple):
-    """An attribute, global, closure variable or entry from which the user's code reads a number.
+    """A place from which the user's code reads a number: an attribute, global, closure variable or entry.
 
     Attributes:
         identity: the object that has the number, and the number's key in this object.
@@ -63,7 +63,7 @@ class NumberInputs:
         return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
 
     def can_be_tensors(self) -> bool:
-        """Return True if there are number inputs, and all their slots still have numbers."""
+        """Return True if the program has number inputs, and all their slots still contain numbers."""
         return bool(self) and all(is_number(slot.get()) for slot in self.slots.values())
 
     def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
@@ -144,7 +144,7 @@ def _or_none(get: Callable[[], Any]) -> Callable[[], Any]:
     def value() -> Any:
         try:
             return get()
-        except (LookupError, AttributeError, ValueError):  # ValueError: a closure variable that is not set yet
+        except (LookupError, AttributeError, ValueError):  # ValueError: the closure variable is not set yet
             return None
 
     return value
@@ -164,7 +164,7 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Set the slots to which `assigned` writes, for the traces in this `with` block."""
+    """Make `assigned` write to these slots in the traces inside this `with` block."""
     before, _Slots.current = _Slots.current, slots
     try:
         yield

@@ -1,6 +1,7 @@
-"""Side effects of a model's forward.
+"""Side effects of a model's forward on Python state: attributes, and random numbers.
 
-A trace has them once, but the program made from it never has them.
+A trace runs the forward's Python once, but the program made from the trace never runs it. So an effect on which a later
+call depends is rejected.
 """
 
 from __future__ import annotations
@@ -32,18 +33,24 @@ from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
-"""nn.RNNBase lists its own parameters here again. Tracing swaps them, which is no effect of forward."""
+"""Attributes in which nn.RNNBase lists its own parameters again.
+
+Tracing replaces these parameters, which is not an effect of the forward.
+"""
 _CONTAINERS = (list, dict, set, OrderedDict)
-"""OrderedDict: a module's hooks, which a forward may add to itself."""
+"""Types of attributes that a forward may change in place. Hooks of a module are in an OrderedDict."""
 _CASTS = "aten::to", "aten::_to_copy", "aten::type_as"
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
-"""Words that, filled into the state of a Mersenne Twister, make its next 312 draws from [0, 1) all 6e-8, or 1 - 1e-16:
-whatever a forward decides by `random() < p`, it decides otherwise."""
+"""Words that fill the state of a random generator, so that it draws extreme numbers.
+
+If the state of a Mersenne Twister is filled with one of them, its next 312 draws from [0, 1) are all 6e-8, or all 1 -
+1e-16. So every `random() < p` in a forward has one outcome with the first word, and the other with the second.
+"""
 
 
 class PythonState:
-    """Record the attributes that a forward writes, and random numbers that it draws from Python or numpy.
+    """Recorder of the attributes that a forward writes, and of random numbers drawn from Python or numpy.
 
     At the end, the writes are undone, and tensors that the code stored outside of module attributes are removed.
     """
@@ -100,7 +107,7 @@ class PythonState:
         for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
             new = plain_sizes(_bound_to(module, attributes.pop(key)))
             is_method = isinstance(new, types.MethodType) and new == getattr(module, key, None)
-            if not is_method:  # a method of its class: a `forward` that was replaced and restored
+            if not is_method:  # the class's own method: the code replaced `forward` and restored it
                 self.changed[f"{name}.{key}".lstrip(".")] = (None, new)
         for key, (value, content) in before.items():
             now = _bound_to(module, attributes.get(key))
@@ -113,10 +120,7 @@ class PythonState:
                 attributes[key] = value
 
     def pop_symbolic(self, known: ConcreteConstants) -> dict[str, Any]:
-        """Remove the changed attributes that are functions of number inputs.
-
-        Return the formulas of these attributes.
-        """
+        """Remove changed attributes whose new value is a function of number inputs. Return their formulas."""
         symbolic = {
             name: known.formula(expression(after)) for name, (before, after) in self.changed.items()
             if isinstance(before, _SYMBOLIC) and isinstance(after, _SYMBOLIC)
@@ -146,7 +150,10 @@ def same_containers(model: nn.Module) -> Iterator[None]:
 
 
 def _bound_to(module: nn.Module, value: Any) -> Any:
-    """Return a method of the stand-in that represents a module in a trace as a method of the module."""
+    """Convert a method of the stand-in for a module in a trace to the same method of the module.
+
+    Other values are returned unchanged.
+    """
     if isinstance(value, types.MethodType) and getattr(value.__self__, "__dict__", None) is vars(module):
         return types.MethodType(value.__func__, module)
     return value
@@ -233,7 +240,7 @@ def _text(program: Any) -> str:
 
 
 def _cast_of(constant: fx.Node) -> fx.Node | None:
-    """Return the only use of a constant if this use is a cast; else None."""
+    """Return the cast of a constant, if the constant has no other use; else None."""
     readers = list(constant.users)
     return readers[0] if len(readers) == 1 and operator_name(readers[0]) in _CASTS else None
 
@@ -289,7 +296,7 @@ def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> li
 def _is_same(program: Any, again: Callable[[], Any], computed: Callable[[Any], Any], may_fail: bool) -> bool:
     try:
         return bool(computed(again()) == computed(program))
-    except Exception:  # forward cannot be traced with the values that it left
+    except Exception:  # forward cannot be traced with the values that it stored
         if not may_fail:
             raise
         return False
@@ -362,7 +369,7 @@ def check_attributes(
 
 
 SETS = "forward() changes"
-"""First words of the note on a model whose next call depends on numbers that this call changes."""
+"""First words of a note: this call changes numbers of the model on which the next call depends."""
 
 
 def _are_plain(numbers: Mapping[str, Any], model: nn.Module) -> bool:

@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 ALL_NAMES = "*"
-"""Represents every attribute of an object: the code computes the name that it passes to `getattr`."""
+"""Name that represents every attribute of an object.
+
+Used if the code computes the name that it passes to `getattr`.
+"""
 MISSING = object()
 MAX_ENTRIES = 1024
-"""Longer containers are data rather than settings. Only their length is compared."""
+"""Maximum length of a container whose entries are compared.
+
+Longer containers are data rather than settings: only their length is compared.
+"""
 
 _LIBRARIES = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
 _LAYERS = "torch.nn.modules."
@@ -34,7 +40,7 @@ PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format,
     types.EllipsisType,
 )  # fmt: skip
-"""Types that guards compare by value: a trace cannot distinguish equal values of one of these types."""
+"""Types that guards compare by value, because a trace cannot distinguish equal values of these types."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH, _MAX_NOTED = 3, 64
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
@@ -122,13 +128,18 @@ class RecordedReads:
 
     def _note(self, holder: Any, name: str, value: Any) -> None:
         key = id(holder), name
-        self._holders[id(holder)] = holder  # an id stays its own as long as its object lives
+        self._holders[id(holder)] = holder  # keep the object alive, so that its id stays unique
         noted = value_key(value, tensors=False)
         if self._values.setdefault(key, noted) != noted:
             self.changed.add((identity_of(holder), name))
 
     def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
-        """Return True if `value`, at the end of the forward, differs from the first value that user code read."""
+        """Return True if `value`, at the end of the forward, differs from the first value that user code read.
+
+        Args:
+            holder: the object with the attribute or entry.
+            name: its name.
+        """
         noted = self._values.get((id(holder), name))
         return noted is not None and noted != value_key(value, tensors=False)
 
@@ -147,7 +158,7 @@ class RecordedReads:
 
 
 class _OutsideTorch(TorchFunctionMode):
-    """Torch function mode that does not watch frames inside torch functions, which run no user code."""
+    """Torch function mode that stops watching frames inside torch functions, which run no user code."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         tracer = sys.gettrace()
@@ -250,7 +261,7 @@ def names_in(code: types.CodeType) -> tuple[Name, ...]:
             current = current._replace(attributes=(*current.attributes, name))
             names[current] = None
             continue
-        if operation == "STORE_ATTR" and current is not None:  # noted too: a value that code sets and then reads
+        if operation == "STORE_ATTR" and current is not None:  # record this too: code may set a value and then read it
             names[current._replace(attributes=(*current.attributes, argument))] = None
         if operation == "STORE_GLOBAL":
             names[Name(argument, True, ())] = None
@@ -304,7 +315,7 @@ _CLASS_ATTRIBUTES = WeakKeyDictionary[type, Mapping[str, Any]]()
 
 
 def class_attributes(kind: type) -> Mapping[str, Any]:
-    """Return `vars(kind)`, always the same mapping object for one class."""
+    """Return `vars(kind)`. One class always gets the same mapping object."""
     return _CLASS_ATTRIBUTES.setdefault(kind, vars(kind))
 
 

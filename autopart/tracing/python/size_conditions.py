@@ -1,4 +1,4 @@
-"""Decisions by sizes of tensors that a model's Python makes.
+"""Record of how a model's Python decides by tensor sizes, such as `if length > 512`.
 
 A program for another sequence length can be derived from traced ones only if the Python code would decide equally. So
 sizes that Python reads during a trace are `TracedSize` objects, which record each operation whose result is not a
@@ -15,7 +15,7 @@ import torch
 
 
 class SizeCondition(NamedTuple):
-    """One recorded operation on sizes.
+    """One recorded operation on sizes, with its operands and result.
 
     >>> SizeCondition("gt", 77, 64, True).holds
     True
@@ -28,7 +28,7 @@ class SizeCondition(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """True if the operation has this result."""
+        """True if the operation on these operands gives the recorded result."""
         return bool(getattr(operator, self.name)(self.left, self.right) == self.result)
 
 

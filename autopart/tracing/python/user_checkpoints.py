@@ -71,7 +71,7 @@ class UserCheckpoints:
             yield
             return
         arguments: list[Any] = []
-        while isinstance(run, partial):  # partial(type(block).forward, block) is a call of the block
+        while isinstance(run, partial):  # partial(type(block).forward, block) calls the block
             run, arguments = run.func, [*run.args[:1], *arguments]
         owners = [getattr(run, "__self__", None), *arguments]
         self._seen = {self.paths[o] for o in owners if isinstance(o, nn.Module) and o in self.paths}

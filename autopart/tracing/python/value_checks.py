@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 _ASKING = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
-"""Functions that return one truth value of tensors to Python."""
+"""Functions that reduce tensors to one truth value, which Python reads."""
 _CHECKING = frozenset({"_assert", "_assert_async"})
 """Functions of torch that raise if a truth value is false, and return nothing."""
 
 Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
-"""(line, byte offset) of the end of an expression; with "item" added, of a number that is compared."""
+"""Source position of the end of an expression: (line, byte offset).
+
+For a number that is compared (`x.item() > 0`), "item" is added.
+"""
 
 
 class Passing(float):
-    """A number whose comparisons all return the truth value for which the value check passes."""
+    """Stand-in for a number in a value check: each comparison returns the value that passes the check."""
 
     def __new__(cls, wanted: bool) -> Passing:
         number = super().__new__(cls)
@@ -167,12 +170,15 @@ def _answers(tree: ast.AST) -> Iterator[tuple[Place, bool]]:
             yield from _parts(node.test, False)
         elif isinstance(node, ast.If) and node.orelse and isinstance(node.orelse[-1], ast.Raise):
             yield from _parts(node.test, True)
-        if not (isinstance(node, ast.Try) and node.handlers):  # an error that is caught may be a decision
+        if not (isinstance(node, ast.Try) and node.handlers):  # not a check: the code may catch the error and go on
             yield from _answers(node)
 
 
 def _parts(test: ast.expr, want: bool) -> Iterator[tuple[Place, bool]]:
-    """Return the subexpressions of a condition that Python evaluates one by one: `a` and `b` of `a and b`."""
+    """Yield the subexpressions of a condition that Python evaluates one by one: `a` and `b` of `a and b`.
+
+    Each comes with the truth value that it must have, so that the condition has the value `want`.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _parts(test.operand, not want)
     elif isinstance(test, ast.BoolOp):
