@@ -48,9 +48,9 @@ def selections_in(atoms: Atoms) -> set[str]:
 
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return {factor of a sharding rule: atoms of the input dims that contain the factor}.
+    """Return {letter of a sharding rule: atoms of the input dims that have this letter}.
 
-    If inputs have different atoms for a factor, the function prefers data-dependent atoms, then atoms of weights, then
+    If inputs have different atoms for a letter, the function prefers data-dependent atoms, then atoms of weights, then
     atoms of the batch.
     """
     by_factor: dict[str, Atoms] = {}
@@ -60,7 +60,8 @@ def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
                 if factor not in by_factor or _rank(part) > _rank(by_factor[factor]):
                     by_factor[factor] = part
                 elif len(kinds := selections_in(part) | selections_in(by_factor[factor])) > 1:
-                    by_factor[factor] = (Atom(pattern.sizes[factor], min(kinds)),)  # two selections: cannot be sharded
+                    # Dims of two selections cannot be sharded.
+                    by_factor[factor] = (Atom(pattern.sizes[factor], min(kinds)),)
     return by_factor
 
 
@@ -70,7 +71,7 @@ def _rank(atoms: Atoms) -> int:
 
 
 def split_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
-    """Distribute the atoms of a dim over the factors of a sharding rule that make up the dim.
+    """Distribute the atoms of a dim over the factors (letters) of a sharding rule that make up the dim.
 
     For example, one atom of size 32 is split into atoms of sizes 4 and 8 for factors of sizes 4 and 8.
 

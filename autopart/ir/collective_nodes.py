@@ -17,7 +17,7 @@ WITHOUT_BACKWARD = ("all_reduce_max", "exchange_counts")
 
 
 ROTATING = ("ring_attention",)
-"""Operators that rotate tensors around a ring of the ranks of an axis."""
+"""Operators that pass tensors around a ring of the ranks of an axis."""
 
 
 def axis_of(node: fx.Node) -> str | None:

@@ -1,4 +1,4 @@
-"""All choices of a plan for one graph, keyed by graph node and mesh axis (a plan is keyed by names)."""
+"""All choices of a plan for one graph, keyed by graph node and mesh axis. (A plan is keyed by names.)"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 class Strategy:
     """Placements of the tensor inputs and outputs of one operator on one mesh axis.
 
-    `factor`: the factor of the operator's sharding rule that is sharded, if any.
+    `factor`: the letter of the operator's sharding rule that is sharded; empty if the strategy shards no factor.
     """
 
     inputs: tuple[Placement, ...]
@@ -41,7 +41,7 @@ class Strategy:
 
     @property
     def is_dispatched(self) -> bool:
-        """True if the operator dispatches tokens to their experts, processes them there, or combines them."""
+        """True if the operator dispatches tokens to experts, works on dispatched tokens, or combines them."""
         return any(p.is_dispatched for p in self.places)
 
 
@@ -68,12 +68,12 @@ class Decisions:
         stored: {parameter: its stored layout}. A parameter without an entry is replicated.
         stage_of: {operator: index of its pipeline stage}.
         zero, prefetch: as in `Program`.
-        scatter_sends: if a value is replicated on the feature axes, send it to the next stage as shards
+        scatter_sends: True to send values that are replicated on the feature axes to the next stage as shards
             (`autopart.ir.run.scatter_gather_sends`).
         dp_sync: method that synchronizes gradients or models over data-parallel ranks.
         balance: planned load of the busiest expert-parallel rank, as a multiple of the mean load. It determines buffer
             sizes.
-        tail: operators that run once per step, on all microbatches of the last stage (`Program.tail`).
+        tail: operators that run once per step, for all microbatches of the last stage (`Program.tail`).
     """
 
     mesh: Mesh
@@ -142,8 +142,8 @@ def data_strategies(
 
     Args:
         rows: {operator: its strategy on the data-parallel axes}.
-        copied: every data-parallel rank computes all samples, so these axes get no entry.
-        tail: operators that run once on all microbatches.
+        copied: True if every data-parallel rank computes all samples. These axes then get no entry.
+        tail: operators that run once for all microbatches.
     """
     axes = dict.fromkeys(() if copied else mesh.along("rows"), rows)
     if microbatches == 1:
@@ -157,7 +157,7 @@ def replicated(node: fx.Node) -> Strategy:
 
 
 def with_placements(stored: Mapping[str, Layout], axis: str, placements: Mapping[str, Placement]) -> dict[str, Layout]:
-    """Return the layouts of all parameters, with the placements on one more axis added.
+    """Add the placements on one more axis to the layouts of all parameters.
 
     Args:
         stored: {parameter: its layout so far}.

@@ -128,7 +128,7 @@ class Facts(TypedDict, total=False):
 
 def facts(node: fx.Node) -> Facts:
     """Return the facts of a node as a dict that the caller can change."""
-    return node.meta  # no `cast`: this function is called very often
+    return node.meta  # without `cast`, which takes time: this function is called very often
 
 
 def times(node: fx.Node) -> int:
@@ -137,7 +137,7 @@ def times(node: fx.Node) -> int:
 
 
 def weighted(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """Yield each node with the number of nodes of the model that it represents.
+    """Yield (node, number of nodes of the model that it represents).
 
     A sum over a deduplicated graph multiplies the value of each node by this number.
     """

@@ -168,11 +168,14 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 HOST_FUNCTION = "host_function"
-"""Namespace of the operators that run a function on the host, with numpy or Python."""
+"""Namespace of operators that run a Python function of the user's code, such as one that uses numpy."""
 
 
 def is_host_draw(node: fx.Node) -> bool:
-    """Return True if a call runs a host function of inputs alone, which can draw random numbers."""
+    """Return True if a call runs a host function (numpy or Python code) that depends only on inputs.
+
+    Such a function can draw random numbers.
+    """
     return getattr(node.target, "namespace", "") == HOST_FUNCTION and draws_random_numbers(node)
 
 
@@ -187,7 +190,7 @@ def writes(node: fx.Node) -> bool:
     if schema.name not in (
         "aten::batch_norm",
         "aten::instance_norm",
-    ):  # these write although their schemas do not show it
+    ):  # these operators write, although their schemas do not declare it
         return False
     arguments = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
     return arguments["running_mean"] is not None and bool(arguments.get("training", arguments.get("use_input_stats")))
@@ -237,7 +240,7 @@ def reads_weights(node: fx.Node) -> bool:
 
 
 def parameters_of(used: fx.Node) -> list[str]:
-    """Return the names of the parameters from which a weight is computed, such as a transposed parameter.
+    """Return the names of the parameters from which a weight is computed, such as a transposed weight.
 
     Returns [] if the value also depends on inputs.
     """

@@ -35,9 +35,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Sections = tuple[int, ...]
-"""Sections of a dim: `()` for one, `(k,)` for k equal sections, `(a, b, ...)` for sections of these sizes.
+"""Sections of a dim: `()` for one, `(k,)` for k sections of equal size, `(a, b, ...)` for these sizes.
 
-`(-k,)` for k equal sections that are each sharded in zigzag."""
+`(-k,)` for k equal sections that are each sharded in zigzag.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -119,8 +120,11 @@ EXPERT_PLACEMENTS = (ON_EXPERT_RANK, DISPATCHED)
 Layout = Mapping[str, Placement]
 
 MIN_DIMS = 2
-"""Least number of dims of a parameter that ZeRO-3 shards. Vectors (norms, biases) stay replicated: they are a
-thousandth of a model and would need as many collectives as its matrices."""
+"""Minimum number of dims of a parameter that ZeRO-3 shards.
+
+Vectors (norms, biases) stay replicated: they are a thousandth of a model and would need as many collectives as its
+matrices.
+"""
 
 
 def shard(dim: int, sections: Sections = ()) -> Placement:
@@ -144,7 +148,9 @@ def is_zigzag(sections: Sections) -> bool:
 
 
 def num_sections(sections: Sections) -> int:
-    """Return the number of sections of a dim whose sections have equal sizes (`(-3,)`: three, in zigzag).
+    """Return the number of sections of a dim whose sections have equal sizes.
+
+    `(-3,)` means three sections in zigzag.
 
     >>> num_sections(()), num_sections((3,)), num_sections((-3,))
     (1, 3, 3)
@@ -295,7 +301,7 @@ class Conversion:
 
     @property
     def transposed(self) -> Conversion:
-        """The conversion that the gradient undergoes: forward and backward are exchanged."""
+        """The conversion of the gradient: forward and backward are exchanged."""
         return Conversion(self.operator, self.backward, self.forward)
 
 
@@ -319,16 +325,20 @@ DISPATCH_CONVERSIONS = {
     "dispatch": Conversion("dispatch", "dispatch", "combine"),
     "combine": Conversion("combine", "combine", "dispatch"),
 }
-"""{operator: its primitives} of dispatch to `E(0; sent)` and combine: all-to-alls of unequal chunks."""
+"""{operator: its primitives} for the MoE dispatch to `E(0; sent)` and the combine.
+
+Both are all-to-alls of chunks of unequal size.
+"""
 
 DIRECTIONS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
     **dict.fromkeys(DISPATCH_CONVERSIONS, ("all_to_all", "all_to_all")),
     "exchange_counts": ("all_to_all", ""),
     "all_reduce_max": ("all_reduce", ""),
 }
-"""{operator of a stage graph: the primitives of its forward and backward, or primitives of equal cost}.
+"""{operator of a stage graph: primitives of its forward and backward, or primitives of equal cost}.
 
-Exchanged counts and a maximum have no backward."""
+The exchange of token counts, and the maximum of logits, have no backward.
+"""
 
 
 def conversion(source: Placement, target: Placement) -> Conversion | None:
@@ -342,7 +352,7 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return the placement of a dim whose sections another axis has already split.
+    """Return the placement on an axis as it looks after other axes have split the dim into their shards.
 
     Example: `tp` shards a dim with 6 sections, and `dp` shards the dim over 2 ranks without sections. The axis with
     fewer sections splits first. So a `dp` rank has 3 of the 6 sections, and the result for `tp` is `sections=3`.

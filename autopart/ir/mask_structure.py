@@ -34,7 +34,7 @@ class QueryRun(NamedTuple):
     end: int
 
     def part(self, start: int, stop: int) -> QueryRun:
-        """Return a run of only the queries `start` to `stop - 1`, counted from the first query of this run."""
+        """Return the run of the queries `start` to `stop - 1` of this run."""
         low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
         return QueryRun(stop - start, low, high, self.first + start, self.end + start)
 
@@ -50,7 +50,7 @@ class QueryRun(NamedTuple):
 
     @property
     def hides(self) -> tuple[bool, bool]:
-        """Two booleans: any query masks the run's first key; any query masks the run's last key."""
+        """Two booleans: does any query mask the first key of the run, and does any query mask its last key?"""
         return self.first + self.queries - 1 > self.low, self.end < self.high
 
     @property
@@ -66,7 +66,7 @@ class QueryRun(NamedTuple):
         the mask, each block has at most `ROWS` queries, so that masks and scores stay small.
 
         Args:
-            has_kernel: the device has an attention kernel for causal and unmasked blocks.
+            has_kernel: True if the device has an attention kernel for causal and unmasked blocks.
         Yields: (index of the block's first query in this run, block).
         """
         run = self._replace(low=max(self.low, low), high=min(self.high, high))

@@ -24,7 +24,7 @@ Context = Literal["auto", "gather", "ulysses", "ring"]
 
 @dataclass(frozen=True)
 class Axis:
-    """Mesh axis. Its kind of parallelism follows from `cuts` (what it splits) and `stores` (ZeRO).
+    """Mesh axis. `cuts` (what it splits) and `stores` (ZeRO) determine its kind of parallelism.
 
     `cuts` is one of:
 
@@ -135,7 +135,7 @@ class Mesh:
         return index
 
     def along(self, cuts: Cuts) -> tuple[str, ...]:
-        """Return the axes of size above 1 whose `Axis.cuts` equals `cuts`, outermost first.
+        """Return the axes with several ranks whose `Axis.cuts` equals `cuts`, outermost first.
 
         >>> Mesh.parse("dp2,tp4").along("rows"), Mesh.parse("dp2,tp1").along("features")
         (('dp',), ())
@@ -149,7 +149,7 @@ class Mesh:
 
     @property
     def solving_order(self) -> tuple[str, ...]:
-        """Axes in the order in which the solver chooses layouts: innermost first, as it has the fastest links."""
+        """Axes in the order in which the solver handles them: the innermost, with the fastest links, is first."""
         return self.chosen[::-1]
 
     @property
@@ -159,7 +159,7 @@ class Mesh:
 
     @property
     def batch_divisor(self) -> int:
-        """Data-parallel size times expert-parallel size, which must divide the samples of a microbatch."""
+        """Number that must divide the samples of a microbatch: data-parallel size times expert-parallel size."""
         return self.data_parallel_size * self.expert_parallel_size
 
     @property
@@ -314,7 +314,7 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
 
 
 def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
-    """Raise OptionError if `balance` is larger than its value when one rank gets all tokens.
+    """Raise OptionError if `balance` exceeds the load at which one rank gets all tokens.
 
     Args:
         balance: tokens of the busiest expert-parallel rank, as a multiple of the mean.

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import fx
 
 Dim = tuple[str, ...]
-"""Factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
+"""Factors (letters of a sharding rule) of a dim, outermost first; `()` for a broadcast dim of size 1."""
 Dims = tuple[Dim, ...]
 SELECTED = "selected"
 """Marker factor (size 1) of a dim produced by boolean indexing: its length is data-dependent."""

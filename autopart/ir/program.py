@@ -40,8 +40,11 @@ SEEDS = "seeds"
 It has one random seed per microbatch, equal on each dp rank."""
 
 Rng = Literal["fast", "exact"]
-"""Source of random numbers. `"exact"`: torch's default generator, with the numbers of a single-device run, including
-dropout masks. `"fast"`: seeds that every rank has. Each rank then draws only the dropout masks that it needs."""
+"""Source of random numbers.
+
+`"exact"`: torch's default generator, with the numbers of a single-device run, including dropout masks. `"fast"`: seeds
+that every rank has. Each rank then draws only the dropout masks that it needs.
+"""
 
 
 class StageGraph(LazyGraphModule):
@@ -73,9 +76,10 @@ class StageGraph(LazyGraphModule):
 class StageInput:
     """One keyword argument of a stage graph. The stage's prologue computes it from the model's inputs.
 
-    `batch_dim`: the dim that contains the batch. It is split over `dp` into contiguous blocks of samples, and each
-    block over microbatches. If it is None, every rank and microbatch gets the full value. `sections`: sections of that
-    dim; each section is split separately.
+    Args:
+        batch_dim: the dim that contains the batch. It is split over `dp` into contiguous blocks of samples, and each
+            block over microbatches. None: every rank and microbatch gets the full value.
+        sections: sections of that dim; each section is split separately.
     """
 
     name: str
@@ -128,15 +132,15 @@ class Stage:
     """One pipeline stage.
 
     `prologue(*model_inputs) -> tuple` runs once per call, on the global batch. It returns one value per entry of
-    `inputs`. It executes all random ops of the model in the model's order, also those that only other stages use. So
-    all stages draw equal numbers and leave the generator in the same state.
+    `inputs`. It executes all random operators of the model in the model's order, even those that only other stages use.
+    So all stages draw equal numbers and leave the generator in the same state.
 
     `graph(*received, **inputs) -> tuple` runs once per microbatch. Its positional placeholders are the values that the
-    previous stage sends. Its outputs are the values that this stage sends, or, in the last stage, the tensor outputs
-    of the program. Parameters and buffers are `get_attr` nodes with their original dotted names.
+    previous stage sends. Its outputs are the values that this stage sends, or, in the last stage, the tensor outputs of
+    the program. Parameters and buffers are `get_attr` nodes with their original dotted names.
 
-    `is_tail`: the graph runs once per call, after all microbatches of the stage before it, on the ranks of that stage.
-    Its operators mix samples of the batch. The runtime merges the received values of all microbatches.
+    If `is_tail` is True, the graph runs once per call, after all microbatches of the stage before it, on the ranks of
+    that stage. Its operators combine samples of the batch. The runtime merges the received values of all microbatches.
     """
 
     index: int
@@ -165,10 +169,11 @@ class Stage:
 class StoredTensor:
     """A parameter as ranks store it: global shape, layout over the mesh axes, and the stages that use it.
 
-    `grad_axes`: the axes (dp, tp, ...) on which its gradient is a partial sum, which is reduced once a step.
-    `aliases`: other names of the same parameter in the model (tied weights).
-    `compute_dtype`: the dtype to which it is cast before each use; None: no cast.
-    `method`: the `dp_sync` method that replaces the gradient reduction over the outermost data-parallel axis.
+    Attributes:
+        grad_axes: the axes (dp, tp, ...) on which its gradient is a partial sum, which is reduced once a step.
+        aliases: other names of the same parameter in the model (tied weights).
+        compute_dtype: the dtype to which it is cast before each use; None: no cast.
+        method: the `dp_sync` method that replaces the gradient reduction over the outermost data-parallel axis.
     """
 
     name: str
@@ -181,7 +186,7 @@ class StoredTensor:
     method: SyncMethod | None = None
 
     def reduced_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes with several ranks over which its gradient is reduced once a step."""
+        """Return the axes over which the gradient is reduced once a step, without axes of one rank."""
         method_axes = () if self.method is None else mesh.along("rows")[:1]
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
@@ -209,8 +214,11 @@ class StoredTensor:
 class Output:
     """One flat output of the model: output `position` of the last stage's graph, or a constant.
 
-    `layout`: layout of the tensor. `made_of`: names of the model inputs on which the output depends. It is filled only
-    if every rank passes its local batch. `is_number`: the model returns a Python number, such as `loss.item()`.
+    Attributes:
+        layout: layout of the tensor.
+        made_of: names of the model inputs on which the output depends. It is filled only if every rank passes its local
+            batch.
+        is_number: True if the model returns a Python number, such as `loss.item()`.
     """
 
     position: int | None
@@ -228,9 +236,9 @@ class Output:
 
 @dataclass(frozen=True)
 class LabelCount:
-    """Stage input with the number of labels by which a mean loss is divided.
+    """Input of a stage graph that has the number of labels by which a mean loss is divided.
 
-    `stage` is the index of the pipeline stage, `name` the name of the input of its graph.
+    `stage` is the index of the pipeline stage, `name` the name of the input.
     """
 
     stage: int
@@ -243,7 +251,8 @@ class Program:
 
     Programs compare by identity, so a program can be a dictionary key.
 
-    `copied`: every data-parallel rank computes all samples, because the ranks do not divide the batch.
+    `copied` is True if every data-parallel rank computes all samples, because the number of ranks does not divide the
+    batch.
     """
 
     mesh: Mesh
@@ -255,27 +264,32 @@ class Program:
     output_spec: TreeSpec
     copied: bool = False
     draws: Rng | None = None
-    """Source of the random numbers in the prologues, None if the prologues draw none."""
+    """Source of the random numbers in the prologues; None if the prologues draw no random numbers."""
     label_count: LabelCount | str | None = None
-    """Number of labels that divides the loss of a training step, or why the loss is not a mean over labels."""
+    """The number of labels that divides the loss of a step; or, as text, why the loss is not a mean."""
     row_inputs: frozenset[str] | None = None
-    """Batched inputs, if every rank passes its local batch and gets its local outputs (`local_batch=True`). Prologues
-    still run on the global batch. None: every rank passes the global batch."""
+    """Inputs with a batch dim, if `local_batch=True`: every rank passes its samples and gets its outputs.
+
+    Prologues still run on the global batch. None: every rank passes the global batch.
+    """
     weight_updates: WeightUpdates = field(default_factory=dict)
-    """Changes that ranks apply to their shard of these parameters before the stages run."""
+    """{parameter: change that its ranks apply to their shard before the stages run}."""
     zero: int = 0
-    """Lifetime of the unsharded parameter and gradient of a sharded parameter. 1: both for a step. 2: the parameter for
-    a step and the gradient for a microbatch. Otherwise both only while they are used."""
+    """ZeRO stage: how long the unsharded parameter and gradient of a sharded parameter exist.
+
+    1: both for a step. 2: the parameter for a step and the gradient for a microbatch. Otherwise both only while they
+    are used.
+    """
     prefetch: int = 1
-    """Number of blocks to prefetch, if unsharded parameters live only while they are used."""
+    """Number of blocks whose parameters are gathered ahead of their use (ZeRO-3)."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which ranks reduce gradients of parameters; None: the dtype of the gradient."""
     dp_sync: SyncOption = ALL_REDUCE
-    """Method of data-parallel communication."""
+    """Method by which data-parallel ranks synchronize gradients or models."""
 
     @property
     def tail(self) -> Stage | None:
-        """The graph that runs once on all microbatches of the last pipeline stage, None if there is none."""
+        """The graph that runs once for all microbatches of the last pipeline stage; None if there is no tail."""
         return self.stages[-1] if self.stages[-1].is_tail else None
 
     @property
@@ -289,7 +303,10 @@ class Program:
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:
-        """Random ops of the model, as nodes of the first stage's prologue. Each prologue contains them all."""
+        """Random operators of the model, as nodes of the first stage's prologue.
+
+        Each prologue contains all of them.
+        """
         nodes = self.stages[0].prologue.graph.nodes if self.draws else ()
         return tuple(node for node in nodes if draws_random_numbers(node))
 

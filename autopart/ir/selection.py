@@ -1,4 +1,4 @@
-"""Boolean indexing, `x[mask]`: the number of selected elements is data-dependent."""
+"""Boolean indexing, `x[mask]`, whose number of selected elements depends on data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _define() -> torch.library.Library:
     return library
 
 
-LIBRARY = _define()  # torch unregisters the operator when this object dies
+LIBRARY = _define()  # keep this object: torch unregisters the operator when it is freed
 OPERATORS = ("positions",)
 POSITIONS = torch.ops.autopart.positions.default
 

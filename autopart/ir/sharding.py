@@ -1,4 +1,4 @@
-"""Arithmetic of shards: split a tensor into shards, and join shards to a tensor.
+"""Arithmetic of shards: split a tensor into shards, and join shards to a tensor again.
 
 A dim is a concatenation of one or more sections. Each section is split as by `torch.chunk`: into equal shards if
 possible, else the last ones are smaller. Shard i of the dim is the concatenation of shard i of every section.
@@ -140,7 +140,7 @@ def _piece(start: int, size: int, number: int, index: int) -> tuple[int, int]:
 
 
 Span = tuple[int, int]
-"""Elements of a dim: index of the first, and their number."""
+"""A contiguous range of a dim: index of the first element, and number of elements."""
 
 
 class Box(NamedTuple):

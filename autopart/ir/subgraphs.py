@@ -1,4 +1,4 @@
-"""Subgraphs that compute given values."""
+"""Subgraphs that compute given nodes of a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.ir.graph import draws_random_numbers
 def ancestors_of(values: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes `values` and all nodes on which they depend.
 
-    It visits only these nodes, which are few for attention masks, and not the full graph.
+    The function visits only these nodes, not the full graph. For attention masks, they are few.
     """
     nodes, todo = set[fx.Node](), list(values)
     while todo:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: tensor arguments, and other arguments (`options`), which the trace fixes.
+    """One call of the model: tensor arguments, and all other arguments (`options`), which a trace fixes.
 
     A trace is valid only for these shapes, dtypes and `requires_grad` flags. `gradients`: `requires_grad` of each
     tensor before the call, because a forward can set `requires_grad` on an input.
@@ -88,7 +88,7 @@ class Trace:
     whole: Trace | None = None
 
     def without_values(self) -> Trace:
-        """Return a copy whose parameters allocate no memory."""
+        """Return a copy of the trace whose parameters allocate no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
 
     def attributes_after(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:

@@ -1,1 +1,1 @@
-"""Plans as data: their content and file format, and pins, with which users fix parts of a plan."""
+"""Plans as data: their content and file format, and pins, by which users fix parts of a plan."""

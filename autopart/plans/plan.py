@@ -60,11 +60,13 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Why:
-    """Explanation of one choice in a plan, with the costs of the alternatives. Print it.
+    """Explanation of one choice in a plan, with the costs of the alternatives, to be printed.
 
-    `price_s`: by how many seconds the second-best choice makes a step longer. `others`: {alternative: its cost as
-    text}. `collectives`: names of the collectives next to the operator in the graph. `where`: source lines of the
-    model.
+    Attributes:
+        price_s: by how many seconds the second-best choice makes a step longer.
+        others: {alternative: its cost as text}.
+        collectives: names of the collectives next to the operator in the graph.
+        where: source lines of the model.
     """
 
     subject: str
@@ -213,7 +215,10 @@ class Plan:
 
     @property
     def axes_in_parts(self) -> tuple[str, ...]:
-        """Axes over which ZeRO shards parameters, those with most ranks first, such as `dp_cp` (flattened)."""
+        """Axes over which ZeRO shards parameters, such as `dp_cp` (flattened).
+
+        The axis with most ranks is first.
+        """
         mesh = self.mesh_object()
         places = [at for entry in self.parameters.values() for at in entry.items()]
         axes = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
@@ -227,7 +232,7 @@ class Plan:
         return tuple(axis for axis in self.mesh if axis in axes)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
-        """Return (key, entry) of an operator: the entry for its full name if there is one, or for its pattern."""
+        """Return (key, entry) of an operator: the entry for its full name, else the entry for its pattern."""
         for name in (key, group):
             if name in self.operators:
                 return name, self.operators[name]

@@ -1,4 +1,4 @@
-"""Texts of versions, options and plan, which are compared over ranks because they must be equal."""
+"""Texts that ranks compare because they must be equal: versions, options and plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ TIMEOUT_S = 120.0
 """Default timeout: seconds that a rank waits for other ranks before it reports who waits for whom."""
 
 EXAMPLE = "the example's inputs"
-"""Subject of the text on the example's shapes. If ranks differ in it, it is reported alone: plans follow from it."""
+"""Name of the text on the example's shapes.
+
+If ranks differ in it, only this difference is reported, because plans depend on it.
+"""
 
 DECIDING = (
     "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",
     "dp_sync", "balance", "sequence_dims", "compile", "precision", "reduce_dtype",
 )  # fmt: skip
-"""Fields of a plan that determine the program. Figures are excluded: other machines may round them differently."""
+"""Fields of a plan that determine the program.
+
+Predicted figures are excluded: machines round differently.
+"""
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
@@ -30,7 +36,7 @@ def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
     Args:
         options: a dataclass.
     """
-    import torch  # late: the command line names TIMEOUT_S
+    import torch  # imported late, because the command line imports this file for TIMEOUT_S
 
     version = vars(sys.modules["autopart"]).get("__version__")
     subjects = {"version": f"autopart {version}, torch {torch.__version__}"}

@@ -1,1 +1,1 @@
-"""Proofs that a partitioned program computes what the model computes, and localization of differences."""
+"""Proofs that a partitioned program computes what the model computes, and localization of faults."""

@@ -36,19 +36,22 @@ from autopart.runtime.lockstep import OnValue, run_lockstep
 from autopart.runtime.shards.shard_state import splits_at
 
 FLOOR = 1e-3
-"""Values below this are compared absolutely: a sum that cancels to zero leaves only rounding."""
+"""Values below this are compared absolutely: a sum that cancels to zero has only rounding errors."""
 
 SEED = 0
-"""Random seed of all runs: of the model, of its graph, and of the ranks."""
+"""Random seed of every run: of the model, of its graph, and of the ranks."""
 
 GRAD_FLOOR = 1e-4
-"""Gradients below this are compared absolutely: if all cancel (a shift of all classes), only rounding is left."""
+"""Gradients are compared absolutely if all gradients are below this.
+
+They are then only rounding errors, because all sums cancel (a shift of all classes).
+"""
 
 Shards = dict[int, dict[str, nn.Parameter]]
 """{rank: {name: local shard of the parameter}}"""
 
 Tamper = Callable[[Program, Shards], None]
-"""Function that plants a fault in a program or its ranks' parameters, in place."""
+"""Function that plants a fault in a program or its ranks' parameters, in place, to test `verify`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Results:
 
 
 def tensor_by_name(model: nn.Module, name: str) -> Tensor:
-    """Return the buffer or parameter of this name."""
+    """Return the buffer or parameter of a model that has this name."""
     module, _, last = name.rpartition(".")
     holder = model.get_submodule(module)
     buffer = holder._buffers.get(last)
@@ -121,7 +124,7 @@ def tensor_by_name(model: nn.Module, name: str) -> Tensor:
 
 @contextmanager
 def restore_buffers(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Context manager that restores all buffers, and the parameters in `written`, on exit."""
+    """Context manager that restores all buffers, and the parameters in `written`, at the end of its block."""
     parameters = [(p, p.detach().clone()) for p in map(model.get_parameter, written)]
     modules = [(module, dict(module._buffers)) for module in model.modules()]
     before = [(b, b.clone()) for _, buffers in modules for b in buffers.values() if b is not None]
@@ -159,7 +162,7 @@ def fixed_seed(seed: int = SEED) -> Iterator[None]:
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
     """Return the parameter with the value that the forward uses.
 
-    If the forward changes the parameter in place (`max_norm` of an embedding), it is a new leaf tensor.
+    If the forward changes the parameter in place (`max_norm` of an embedding), the result is a new leaf tensor.
     """
     if update is None:
         return parameter
@@ -169,7 +172,7 @@ def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[An
 class GraphUnderTest:
     """A traced graph with parameter values, which can run unpartitioned or partitioned.
 
-    If the graph has a `loss`, the loss is differentiated; if not, a fixed weighted sum of all outputs.
+    If the graph has a `loss`, runs differentiate the loss; if not, a fixed weighted sum of all outputs.
 
     Args:
         random_seed: seed of the random numbers of each run.
@@ -187,7 +190,7 @@ class GraphUnderTest:
         """Run the unpartitioned graph on the global batch and return {node: its value}.
 
         Args:
-            retain_grads: also retain the gradient of each value when the graph is differentiated.
+            retain_grads: True to also retain the gradient of each value when the graph is differentiated.
         """
         tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
         device = next((weight.device for weight in self.weights.values()), None)
@@ -203,7 +206,7 @@ class GraphUnderTest:
         return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def seed(self, flat: list[Any]) -> Tensor:
-        """Return the scalar to differentiate: the loss, or a weighted sum of all flat outputs."""
+        """Return the scalar that a run differentiates: the loss, or a weighted sum of all flat outputs."""
         if self.loss is not None:
             return flat[self.outputs.index(self.loss)]
         parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
@@ -238,8 +241,8 @@ class GraphUnderTest:
     def buffer_scales(self) -> dict[str, float]:
         """Return {written buffer: number to which the error of its new value is relative}.
 
-        If the new value is a sum, the number is computed from the absolute values of the terms. A running mean of large
-        values can be almost zero, but its rounding error is relative to the large values.
+        If the new value is a sum, the number is computed from the absolute values of the summands. A running mean of
+        large values can be almost zero, but its rounding error is relative to the large values.
         """
         updates = {name: node for name, node in self.traced.buffer_updates.items() if is_floating(node)}
         if not updates:
@@ -250,7 +253,10 @@ class GraphUnderTest:
         return dict.fromkeys(self.traced.buffer_updates, FLOOR) | terms
 
     def gradient_magnitudes(self, names: Collection[str], factor: float = 1.0) -> dict[str, Tensor]:
-        """Return {parameter: total magnitude of the terms of its gradient}, times a factor."""
+        """Return {parameter: total magnitude of the summands of its gradient}, times a factor.
+
+        Rounding errors of a gradient are relative to this magnitude.
+        """
         values = self.values()
         terms = gradient_magnitudes(self.seed(self.flat_outputs(values)), values, names)
         return {name: magnitude * factor for name, magnitude in terms.items()}
@@ -264,7 +270,7 @@ class GraphUnderTest:
     def step(self, decisions: Decisions) -> Program:
         """Generate the partitioned program of a training step.
 
-        It returns the loss, or all outputs without one.
+        It returns the loss, or all outputs if there is no loss.
         """
         if self.loss is None:
             return self.called(decisions)
@@ -358,7 +364,7 @@ class GraphUnderTest:
 
 
 class _InputGradients:
-    """Recorder of the gradients of the model's inputs on every rank, while a program runs."""
+    """Recorder of the gradients of the model's inputs on every rank during a run of the program."""
 
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")
@@ -449,7 +455,7 @@ def global_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
 
 
 def weights_like(output: Tensor) -> Tensor:
-    """Return fixed weights between 0.5 and 1.5, different for every entry."""
+    """Return fixed weights between 0.5 and 1.5, different for every entry of a tensor."""
     return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
 
 

@@ -23,13 +23,13 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class NotFinite:
-    """NaN, or infinity where it is not allowed, that the model itself computes.
+    """NaN, or infinity that is not allowed, in results of the model itself.
 
     Args:
         values: {compared value: description of its NaN and infinities}, with names such as `loss`, `output 1` or
             `gradient of h.0.up.weight`.
         begins: {parameter, input or buffer: description of its NaN and infinities before the run}.
-        maker: the first operator that computes NaN or infinity, with its source line; "" if there is none.
+        maker: the first operator that computes NaN or infinity, with its source line; "" if there is no such operator.
         same: True if the partitioned program computes the same non-finite entries as the model.
     """
 
@@ -142,7 +142,7 @@ def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject
 
 
 def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
-    """Describe the operator that computes the infinities in the value of `end`; "" if it has none."""
+    """Describe the operator that computes the infinities in the value of `end`; "" if the value has none."""
     node = _origin(end, computed, torch.isinf)
     if node is None or node.op != "call_function":
         return ""

@@ -55,7 +55,10 @@ NOT_FINITE_IN_DOUBLE = (
     "the model makes numbers in float64 that are not finite: it runs in its own precision, its trace and the program "
     "in float64"
 )
-"""The non-finite values can come from finite weights: a float32 softmax turns the smallest float64 into -inf."""
+"""Reason why the model's own precision is used.
+
+Finite weights can give non-finite values in float64: a softmax in float32 turns the smallest float64 into -inf.
+"""
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -63,9 +66,9 @@ _NOT_DIFFERENTIABLE = {
     "derivative for": "plain operations in its place",
     "modified by an inplace operation": "a clone() of the tensor before it is written",
 }
-"""{text of torch's error for a model that cannot be differentiated: what to do}."""
+"""{text of torch's error for a model that cannot be differentiated: what the user can do}."""
 _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
-"""Exceptions of models that do not run in float64."""
+"""Exceptions that a model raises if it does not run in float64."""
 
 
 class Reference:
@@ -93,7 +96,7 @@ class Reference:
     ):  # fmt: skip
         self.precision = precision
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
-        self._loss_fn = loss_fn  # a copy, if it is a module
+        self._loss_fn = loss_fn  # a loss function that is a module is copied
         try:
             with quiet_shapes():
                 self._use(self._copy(source, in_double), arguments)
@@ -114,10 +117,10 @@ class Reference:
         return copied.get_submodule("model")
 
     def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
-        """Trace a copy of the model, run it, and store trace and results. Exceptions are not caught.
+        """Trace a copy of the model, run it, and store the trace and results. Exceptions are not caught.
 
         Args:
-            why_single: reason why the copy is not in float64; "" if it is.
+            why_single: reason why the copy is not in float64; "" if it is in float64.
         """
         is_double = not why_single
         self.base, self.is_double, self.notes = base, is_double, [] if is_double else [why_single]
@@ -186,10 +189,10 @@ class Reference:
         return explain(self.subject, self.infinite) if self.infinite else None
 
     def _of_model(self, subject: GraphUnderTest) -> Results:
-        """Run the copy itself and differentiate it.
+        """Run the copy itself (not the trace) and differentiate it.
 
         Raises TraceError if torch cannot differentiate the model's own gradients. Attention kernels have no second
-        derivative; then attention is computed by plain operations.
+        derivative; in that case attention is computed by plain operations.
         """
         try:
             return self._run_model(subject)
@@ -239,7 +242,7 @@ def in_double(model: nn.Module) -> nn.Module:
     """Convert the weights and buffers of a model to float64, in place."""
     model.double()
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_complex():  # `double()` does not convert these
+        if tensor.is_complex():  # `double()` does not convert tensors that are plain attributes
             tensor.data = tensor.data.to(torch.complex128)
     return model
 

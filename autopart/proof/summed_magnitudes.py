@@ -1,4 +1,4 @@
-"""Magnitude of the terms of sums, to which the rounding of the sums is relative.
+"""Magnitude of the summands of a sum, to which the rounding error of the sum is relative.
 
 A mean of values of size 255 can be zero up to the rounding of 255. An error of that mean is therefore relative to the
 mean of the absolute values, not to the mean itself (Higham, Accuracy and Stability of Numerical Algorithms, section 4).
@@ -20,14 +20,14 @@ _SUMS = {"aten::sum", "aten::mean", *_DIFFERENCES}
 _VIEWS = {"aten::reshape", "aten::view", "aten::squeeze", "aten::unsqueeze", "aten::permute", "aten::expand"}
 _COPIES = {"aten::detach", "aten::to", "aten::_to_copy", "aten::clone", "aten::alias"}
 _PRODUCTS = {"aten::mul", "aten::div"}
-"""Followed if the other factor is a number."""
+"""Products, through which the search for summands continues if the other factor is a number."""
 
 
 def summed_magnitude(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-    """Recompute a node with every term of its sums replaced by the absolute value of the term.
+    """Recompute a node, with every summand of its sums replaced by its absolute value.
 
     For a mean, it returns the mean of the absolute values. The recomputation goes back from `node` through sums, views,
-    copies and products with numbers. The results of all other operators are the terms.
+    copies and products with numbers. The results of all other operators are the summands.
 
     Args:
         values: the value of every node.
@@ -64,11 +64,14 @@ def _magnitude(value: Any) -> Any:
 
 _LINEAR = {"aten::mul", "aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::addmm", "aten::conv1d",
            "aten::conv2d", "aten::conv3d", "aten::convolution", *_SUMS, *_VIEWS, *_COPIES}  # fmt: skip
-"""Operators that are linear in each of their tensors: a gradient sums products of other inputs and of gradients."""
+"""Operators that are linear in each of their tensors.
+
+The gradient of an input is a sum of products of other inputs and output gradients.
+"""
 
 
 def gradient_magnitudes(loss: Tensor, values: Mapping[fx.Node, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Return {name of a parameter: sum of the absolute values of the terms of its gradient}.
+    """Return {name of a parameter: sum of the absolute values of the summands of its gradient}.
 
     The gradient of a gain before a normalization is a sum of large terms that cancel. Its rounding is relative to these
     terms. `.grad` fields are not written.
@@ -107,9 +110,10 @@ def _linear_users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _terms(user: fx.Node, node: fx.Node, values: Mapping[fx.Node, Any], of_output: Tensor) -> Tensor:
-    """Return the total magnitude of the terms of the gradient of a linear operator's input.
+    """Return the total magnitude of the summands of a gradient, for one input of a linear operator.
 
     Args:
+        user: the linear operator.
         node: the input.
         of_output: absolute values of the gradient of the operator's output.
     """

@@ -70,10 +70,10 @@ class Verification:
     """Result of `verify`. Its text names the largest error and the first wrong value.
 
     Args:
-        ok: all values agree, and none is NaN.
+        ok: True if all values agree and are not NaN.
         max_error: largest error of the loss, outputs (relative to their largest entry) and gradients (relative to the
             largest gradient entry of the model), over all ranks.
-        first_mismatch: the first wrong value; None if all agree.
+        first_mismatch: the first wrong value; None if all values agree.
         errors: {name: error}, with names such as `loss`, `output 0`, those of parameters, `buffer bn.running_mean`, and
             with `steps=` `step 2 weight h.0.up.weight`.
         mesh: the mesh, as text.
@@ -198,7 +198,7 @@ def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[s
 def _check_fits(
     model: nn.Module, arguments: dict[str, Any], loss_fn: Any, target: Any, mesh: Mesh, options: Options
 ) -> Options:
-    """Check the option `memory=` for the model in its own precision, and return all other options.
+    """Check the option `memory=` for the model in its own precision. Return the options without `memory`.
 
     The float64 copy that is verified may exceed the limit. Raises MemoryLimitError if the model itself exceeds it.
     """
@@ -296,7 +296,7 @@ class VerificationRun:
         failure: Exception | None = None
         try:
             errors |= self.subject.errors(arrangement, expected)
-        except BROKEN as error:  # a fault can also raise
+        except BROKEN as error:  # a fault can also raise an exception
             failure = error
         worst = max(errors.values(), default=0.0) if failure is None else float("inf")
         equal = failure is None and worst <= tolerance
@@ -386,7 +386,7 @@ def _copies_to_verify(
     except InputError as too_large:
         try:
             copies = copies_by_kind(model, arguments, work)
-        except Exception:  # whatever a model's own code raises when it has no block of some kind
+        except Exception:  # a model's own code may raise anything if it lacks some kind of block
             copies = []
         if not copies:
             raise too_large from None

@@ -18,24 +18,24 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.trace import Trace
 
 DOUBLE = 8
-"""Bytes of a float64."""
+"""Bytes of a float64 number."""
 
 VIEWS = (
     "reshape", "view", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach",
     "split_with_sizes", "t",
 )  # fmt: skip
-"""View operators: their outputs mostly share the memory of their inputs."""
+"""View operators, whose outputs mostly share the memory of their inputs."""
 
 SHARE_FULL_SIZE = 0.75
-"""Share of the free memory that the verification of a full-size model may use."""
+"""Maximum share of the free memory that a verification of the full-size model may use."""
 
 SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
-"""Limits of a reduced copy's verification: share of the free memory, and bytes."""
+"""Memory limits for verifying a reduced copy: a share of the free memory, and a number of bytes."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated memory in bytes, and time in seconds.
+    """Estimated memory in bytes, and time in seconds, of a verification.
 
     Args:
         weights: bytes of weights, gradients and optimizer state, of the single device and of all ranks together.
@@ -120,7 +120,7 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 
 def cgroup_free_bytes(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes that a process can allocate below the memory limits of its cgroups.
+    """Return the bytes that a process can allocate within the memory limits of its cgroups.
 
     Returns infinity without a limit.
     """

@@ -27,12 +27,17 @@ from autopart.tracing.python.user_checkpoints import plain_checkpoints
 from autopart.tracing.with_loss import WithLoss, call, users_model
 
 ROUNDINGS = 4
-"""Largest error against the single device, in roundings of the coarsest dtype. Each reduction over ranks rounds
-differently, and later layers carry the difference on."""
+"""Largest allowed error against the single device, in units of rounding of the coarsest dtype.
+
+Each reduction over ranks rounds differently, and later layers pass the difference on.
+"""
 
 MOST = 0.25
-"""Above this, the single device's own rounding decides something (which expert, which unit is on). Then the difference
-between two orders of additions means nothing."""
+"""Distance from float64 above which the single-device run proves nothing.
+
+Its rounding then decides which code runs (which expert is chosen, which unit of a ReLU is on), so that another order of
+additions gives other results.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,15 @@ class Rounded:
 
 
 class SingleDeviceRun:
-    """Results of a copy of a model on a single device in mixed precision, and the trace of the copy.
+    """Run of a copy of a model on a single device in mixed precision: its results and its trace.
 
-    Arguments as in `Reference`.
+    Arguments are those of `Reference`.
     """
 
     def __init__(
         self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, precision: Precision, training: bool
     ):  # fmt: skip
-        if isinstance(loss_fn, nn.Module):  # the two may share tensors, and a run may write to its buffers
+        if isinstance(loss_fn, nn.Module):  # copy both: they may share tensors, and a run may write to its buffers
             copied = copy_of(WithLoss(source, loss_fn), {})
             base, loss_fn = copied.get_submodule("model"), copied.get_submodule("loss_fn")
         else:
@@ -134,7 +139,7 @@ class _Call(nn.Module):
 
 
 def _in_double(results: Results) -> Results:
-    """Convert results to float64 for comparison."""
+    """Return a copy of the results in float64, for comparison."""
 
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

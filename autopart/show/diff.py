@@ -1,4 +1,4 @@
-"""Comparison of two plans: layouts are compared per parameter, however name patterns group them.
+"""Comparison of two plans. Layouts are compared per parameter, whatever patterns group the names.
 
 Decisions come first (mesh, schedule, layouts, operators, stages), then their consequences (collectives, cost). Pins and
 notes describe how a plan was made and are not compared.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 REPLICATED = "replicated"
-"""Text for an operator without an entry in the plan."""
+"""Text for an operator that the plan does not list."""
 
 _MOST_ROWS = 30
 
@@ -147,7 +147,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
-    """Return differences of layouts, one row per name pattern, or per group of blocks with equal layouts."""
+    """Return differences of layouts: a row per name pattern, or per group of blocks with equal layouts."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):

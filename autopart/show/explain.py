@@ -91,7 +91,7 @@ def _header(plan: Plan) -> str:
 
 
 def _tail(plan: Plan) -> str:
-    """Describe the operators that run once per step; "" if there are none."""
+    """Describe the operators that run once per step, for all microbatches; "" without such operators."""
     tail = plan.stages[-1].get("tail") if plan.stages else None
     if tail is None:
         return ""
@@ -257,7 +257,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _uneven(plan: Plan) -> str:
-    """Describe the expert load for which memory is predicted, and the memory at the largest possible load."""
+    """Describe the expert load that predicted memory assumes, and the memory at the largest load."""
     if "worst_memory_bytes" not in plan.cost:
         return ""
     load = f"{plan.balance:g} times the mean number" if plan.balance > 1 else "the mean number"

@@ -26,7 +26,7 @@ WIDTH, ROW, GAP = 1000, 22, 4
 """Pixels: width of a drawing, height of a row in it, and gap between rows."""
 
 MOST = 4000
-"""Maximum number of actions of a timeline that are drawn; later ones are left out."""
+"""Maximum number of actions that a timeline shows. Later actions are left out."""
 
 COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#eeca3b", "sums": "#54a24b", "optimizer": "#b279a2"}
 KINDS = dict(zip(MEMORY_KINDS, ("#4c78a8", "#f58518", "#b279a2", "#9d755d", "#bab0ac", "#54a24b", "#eeca3b", "#e45756",

@@ -1,4 +1,4 @@
-"""Texts on why a candidate was chosen, and why well-known configurations are slower."""
+"""Texts on why a searched candidate was chosen, and why well-known configurations are slower."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from autopart.tuning.search import Candidate, Space
 
 TELLS = 0.001
-"""Differences below this share of the step's time are not mentioned."""
+"""Minimum difference, as a share of the step's time, that is mentioned."""
 
 SAME = 1.005
-"""Step time, as a multiple of the best, from which a configuration is called slower: both times are estimates."""
+"""Factor on the best step time above which a configuration is called slower: both times are estimates."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
@@ -43,7 +43,7 @@ def _has_one_axis(candidate: Candidate, axis: str) -> bool:
 
 
 def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) -> Iterator[str]:
-    """Return one line for each well-known configuration: how much slower it is, or that it does not fit."""
+    """Yield one line for each well-known configuration: how much slower it is, or that it does not fit."""
     swept = space.sweep(devices)
     for name, is_one in famous(space.hardware.devices_per_node).items():
         family = [candidate for candidate in swept if is_one(candidate)]

@@ -47,7 +47,7 @@ TRACED_ROWS = 2
 """Batch size of the trace whose operators are counted; with 1, the batch dim could not be recognized."""
 
 SHORTEST = 1024
-"""Minimum tokens per rank for `cp`: with fewer, sending keys and values costs more than `cp` saves."""
+"""Minimum tokens per rank for `cp`. With fewer, sending keys and values costs more than `cp` saves."""
 
 LEVELS = (0, 1, 2, 3)
 """ZeRO stages to try."""
@@ -58,10 +58,16 @@ SIMULATED, SMALLER = 4, 2
 """Number of candidates to simulate: the fastest by formula, and the fastest that need less memory."""
 
 RESCHEDULED = 2
-"""Number of candidates to simulate under all other schedules, if they have at most `LONGEST` stage forwards."""
+"""Number of candidates that are also simulated under all other schedules.
+
+They must have at most `LONGEST` stage forwards.
+"""
 
 ACTIONS = 50_000
-"""Maximum total of stage forwards of the simulated candidates, so that only a few very deep pipelines are simulated."""
+"""Maximum number of stage forwards in all simulated candidates together.
+
+It allows only a few candidates with a very deep pipeline.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class Candidate:
         return f"{', '.join(parts)}: {cost}"
 
     def planned(self, plan: Plan) -> Candidate:
-        """Return a copy of the candidate with the step time and memory of its plan."""
+        """Return a copy of the candidate that has the step time and memory of `plan`."""
         step = simulate(plan)
         return replace(
             self, step_time_s=step.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=step
@@ -121,7 +127,7 @@ class Candidate:
 
 
 class LayoutKind(NamedTuple):
-    """Properties of a mesh that decide the layouts of tensors.
+    """Properties of a mesh on which the layouts of tensors depend.
 
     The search builds one cost table for each layout kind and recomputation mode.
 
@@ -210,7 +216,8 @@ class Space:
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
-            method = self.methods[0].as_data() if self.methods else None  # communication must be counted
+            # With any method set, the table counts the communication of methods.
+            method = self.methods[0].as_data() if self.methods else None
             options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute,
                               balance=self.balance, dp_sync=method, sequence_dims=self.sequence_dims)  # fmt: skip
             draft = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
@@ -311,7 +318,7 @@ class Space:
     def _imbalance(self, num_stages: int) -> float:
         """Return the load of the most loaded stage divided by the mean load.
 
-        Stages are assumed to begin only at a block or in the middle of a block.
+        Stages are assumed to begin only at a block, or in the middle of a block.
         """
         halves = 2 * self.num_blocks
         return num_stages * math.ceil(halves / num_stages) / halves if num_stages > 1 else 1.0
@@ -486,14 +493,14 @@ class _Planned(NamedTuple):
 def _planned(
     model: nn.Module, traced: Trace, candidates: Sequence[Candidate], options: Options, limit: float, count: int
 ) -> list[_Planned]:
-    """Plan candidates until `count` plans fit into memory and are on the Pareto front. Fastest first."""
+    """Plan candidates, fastest first, until `count` plans fit into memory and are on the Pareto front."""
     best: list[_Planned] = []
     for estimated in candidates:
         if len(best) == count:
             break
         try:
             plan = make_plan(model, traced, estimated.mesh, replace(options, **estimated.options))
-        except AutopartError:  # such as sizes that do not divide evenly, which the formulas ignore
+        except AutopartError:  # for example, sizes that are not divisible, which the formulas ignore
             continue
         if max(row["total"] for row in plan.memory) <= limit:
             best.append(_Planned(estimated.planned(plan), estimated, plan))

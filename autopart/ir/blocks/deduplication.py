@@ -1,4 +1,4 @@
-"""Block deduplication: one of several consecutive identical blocks is in the graph and represents all.
+"""Block deduplication: a graph contains only one of several consecutive identical blocks.
 
 For example, layer 3 of a trace represents the layers 3 to 12 of the model.
 """
@@ -14,10 +14,7 @@ T = TypeVar("T")
 
 
 class NotDeduplicable(AutopartError):
-    """Error: a request needs the full trace, not the deduplicated one.
-
-    The planner then uses the full trace.
-    """
+    """Error: the full trace is needed, because a block of the trace cannot represent other blocks."""
 
 
 class DeduplicatedBlock(NamedTuple):
@@ -36,7 +33,7 @@ class DeduplicatedBlock(NamedTuple):
     times: int
 
     def original(self, name: str) -> str:
-        """Map the name of a module, parameter or operator to the name that represents it in the graph."""
+        """Return the name in the graph that represents a module, parameter or operator of the model."""
         number, rest = self._placed(name)
         if number is None or not self.number < number < self.number + self.times:
             return name
@@ -69,18 +66,18 @@ class DeduplicatedBlock(NamedTuple):
 
 
 DeduplicatedBlocks = tuple[DeduplicatedBlock, ...]
-"""Deduplicated blocks of a trace, with at most one chain per model block."""
+"""All deduplicated blocks of a trace. At most one of them represents a given block of the model."""
 
 
 def original(folds: DeduplicatedBlocks, name: str) -> str:
-    """Map the name of a module, parameter or operator to the name that represents it in the graph."""
+    """Return the name in the graph that represents a module, parameter or operator of the model."""
     for fold in folds:
         name = fold.original(name)
     return name
 
 
 def names_of(folds: DeduplicatedBlocks, name: str) -> list[str]:
-    """Return all names of the model that a name in the graph represents, one per represented block."""
+    """Return all names of the model that a name in the graph represents: one for each represented block."""
     fold = next((fold for fold in folds if fold.holds(name)), None)
     return [name] if fold is None else [fold.later(name, i) for i in range(fold.times)]
 

@@ -1,1 +1,1 @@
-"""Settings of a training step as data: schedules, precision, recomputation, ZeRO, gradient methods."""
+"""Settings of a training step as data: schedules, precision, recomputation, ZeRO, `dp_sync` methods."""

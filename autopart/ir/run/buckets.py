@@ -20,20 +20,24 @@ if TYPE_CHECKING:
     from torch import Tensor, fx
 
 LEAST_BYTES = 2**20
-"""Least size of a bucket of several blocks. A smaller message takes hardly less time."""
+"""Minimum bytes of a bucket that combines several blocks. A smaller message takes hardly less time."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Largest bucket of gradients to reduce, or of parameters to gather for a step. A bucket is copied to one buffer."""
+"""Maximum bytes of a bucket of gradients to reduce, or of parameters to gather for a step.
+
+A bucket is copied to one buffer.
+"""
 
 ALONE_BYTES = 4 * LEAST_BYTES
-"""Least size of a gradient that is reduced alone: as soon as it is computed, and in place."""
+"""Minimum bytes of a gradient that is reduced alone: in place, as soon as it is computed."""
 
 SHARD_BUCKETS_IN_FLIGHT, SUM_BUCKETS_IN_FLIGHT = 1, 2
-"""Buckets of gradients in flight: of reduce-scattered gradients, and of all-reduced gradients.
+"""Maximum number of gradient buckets in flight: for reduce-scatters, and for all-reduces.
 
 The limit is for buckets that copy their gradients, or that allocate their reduced shards. A reduce-scatter bucket may
 be a full block; an all-reduce bucket has at most `BUCKET_BYTES`. When the next bucket is complete, the reducer waits
-for an earlier one before it copies."""
+for an earlier one before it copies.
+"""
 
 
 def by_first_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
@@ -58,7 +62,7 @@ def block_of(name: str) -> str:
 
 
 def block_runs(names: Iterable[str]) -> list[int]:
-    """Number the runs of consecutive parameters of one block. Return the run number of each parameter.
+    """Return a number for each parameter that is equal for consecutive parameters of one block.
 
     >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
     [0, 1, 1, 2, 3]

@@ -18,7 +18,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype in which parameters and inputs are used, and dtype in which ranks reduce gradients."""
+    """Dtypes of mixed precision: `compute` for parameters and inputs, `reduce` for gradient reduction."""
 
     compute: torch.dtype
     reduce: torch.dtype = torch.float32

@@ -18,10 +18,11 @@ from typing import Any, Literal, get_args
 from autopart.errors import OptionError
 
 RecomputeMode = Literal["none", "selective", "full"]
-"""Recompute mode: nothing, the core of attention (from one product of activations to the next), or the full block.
+"""What the backward recomputes: nothing, the attention core, or the full block.
 
-The nodes of a stage graph that are recomputed together share a number, their `region`, from 0 in every stage. All other
-nodes have no region."""
+An attention core is everything from one product of activations to the next. The nodes of a stage graph that are
+recomputed together share a number, their `region`, from 0 in every stage. All other nodes have no region.
+"""
 
 Recompute = RecomputeMode | Mapping[str, RecomputeMode]
 

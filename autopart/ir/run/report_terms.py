@@ -13,7 +13,10 @@ MEMORY_KINDS = (
     "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
     "gathered",
 )  # fmt: skip
-"""Kinds of memory in the rows of `Plan.memory`, in bytes; `autopart.cost.memory_kinds.RankMemory` defines each."""
+"""Kinds of memory (in bytes) in the rows of `Plan.memory`.
+
+`autopart.cost.memory_kinds.RankMemory` defines each kind.
+"""
 
 
 TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
@@ -24,8 +27,10 @@ TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 class Collective:
     """Total of one kind of collective in one module, over all repeated blocks.
 
-    `count`: number of calls. `bytes`: bytes that one rank sends in all of these calls. `per`: `"microbatch"` if they
-    run for every microbatch, `"step"` if they run once a step.
+    Args:
+        count: number of calls.
+        bytes: bytes that one rank sends in all of these calls.
+        per: `"microbatch"` if they run for every microbatch, `"step"` if they run once a step.
     """
 
     where: str

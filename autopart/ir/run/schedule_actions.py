@@ -12,10 +12,10 @@ from autopart.compat.pipelining_internals import pipeline_order, schedule_class
 class Action(NamedTuple):
     """One action of a schedule: a forward or backward of one microbatch on one stage.
 
-    `kind`: `"F"` forward, `"B"` full backward, `"I"` input backward, `"W"` weight backward.
-
-    `joined`: True if torch overlaps the action with the next one (DualPipeV). The results of both actions are sent
-    after the second action has run.
+    Args:
+        kind: `"F"` forward, `"B"` full backward, `"I"` input backward, `"W"` weight backward.
+        joined: True if torch overlaps the action with the next one (DualPipeV). The results of both actions are sent
+            after the second action has run.
     """
 
     stage: int
@@ -49,7 +49,7 @@ def actions(
 
 
 def _with_tail(order: Iterable[Action], num_stages: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of a rank, with those of the tail if the rank runs the last stage."""
+    """Yield the actions of a rank. If the rank runs the last stage, the actions of the tail are included."""
     has_run = False
     for action in order:
         if action.stage == num_stages - 1 and action.kind in "BI" and not has_run:
@@ -62,7 +62,7 @@ def _plain(order: list[Any]) -> Iterator[Action]:
     for action in order:
         if action is None:
             continue
-        if action.sub_actions is not None:  # an overlapped forward and backward: torch runs them one after the other
+        if action.sub_actions is not None:  # torch runs an overlapped forward and backward one after the other
             *first, last = _plain(action.sub_actions)
             yield from (a._replace(joined=True) for a in first)
             yield last
@@ -71,7 +71,7 @@ def _plain(order: list[Any]) -> Iterator[Action]:
 
 
 class PeakActivations(NamedTuple):
-    """Peak bytes of saved activations of a rank, and how many microbatches each stage has in flight then."""
+    """Peak bytes of saved activations of a rank, and the microbatches in flight on each stage at the peak."""
 
     size_bytes: int
     in_flight: dict[int, int]
@@ -98,10 +98,10 @@ def peak_activations(
 def _while_running(
     order: Iterable[Action], stages: Iterable[int]
 ) -> Iterator[tuple[Action, Mapping[int, int], Mapping[int, int]]]:
-    """Yield each action with two dicts, {stage: number of microbatches}, that are valid while it runs.
+    """Yield each action with the numbers of microbatches that are in flight while it runs, as two dicts.
 
-    The first counts microbatches whose activations are saved. The second counts microbatches between their input
-    backward and weight backward.
+    Both are {stage: number}. The first counts microbatches whose activations are saved. The second counts microbatches
+    between their input backward and weight backward.
     """
     in_flight = dict.fromkeys(stages, 0)
     waiting = dict(in_flight)

@@ -1,4 +1,7 @@
-"""Pipeline schedules, and the numbers of stages and microbatches that each supports. Imports no torch."""
+"""Pipeline schedules, and the numbers of stages and microbatches that each supports.
+
+This file does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,21 @@ MULTI_STAGE = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
 SCHEDULES = (*SINGLE_STAGE, *MULTI_STAGE)
 V_SHAPED = ("zbv", "dualpipev")
 DELAYED = ("1f1b_2bw",)
-"""Schedules that return the gradient of the previous batch, so that no rank waits between two batches (PipeDream-2BW,
-Narayanan et al. 2021, arXiv:2006.09503). They change training, so autopart never chooses them on its own."""
+"""Schedules that return the gradient of the previous batch, so that no rank waits between two batches.
+
+They are PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503). They change training, so autopart never chooses them
+on its own.
+"""
 FLUSHING = tuple(name for name in SCHEDULES if name not in DELAYED)
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
 """Schedules that run the backward of inputs separately from the backward of weights."""
 WITH_TAIL = ("gpipe",)
-"""Schedules that can run operators once on all microbatches, at the end of the last stage (`Program.tail`): they run
-all forwards before the first backward."""
+"""Schedules that can run a tail (`Program.tail`): operators that run once for all microbatches.
+
+They run all forwards before the first backward, so the tail can run between.
+"""
 SIMPLER = {"1f1b_2bw": "1f1b", "dualpipev": "zbv"}
-"""{schedule that needs many microbatches: schedule with equal stage placement that can run one microbatch}."""
+"""{schedule that needs many microbatches: schedule that can run one microbatch on the same stages}."""
 
 
 def schedule_named(name: str) -> str:
@@ -42,7 +50,7 @@ def _letters(name: str) -> str:
 
 
 def versions_of(schedule: str | None) -> int:
-    """Return how many versions of the weights and of the batch inputs a rank stores: 2 for PipeDream-2BW."""
+    """Return how many versions of weights and batch inputs a rank stores: 2 for PipeDream-2BW, else 1."""
     return 2 if schedule in DELAYED else 1
 
 

@@ -22,7 +22,7 @@ SYNC_NAMES = (
     "all_reduce", "parameter_server", "qsgd", "top_k", "sign", "double_squeeze", "ef21", "ef21_sgdm", "neolithic",
     "powersgd", "gossip", "exact_diffusion", "gradient_tracking", "local", "diloco",
 )  # fmt: skip
-"""Names of the methods, for help texts."""
+"""Names of the `dp_sync` methods, for help texts."""
 
 
 class Exchange(NamedTuple):
@@ -43,7 +43,7 @@ class MethodParameters(NamedTuple):
         method: the method.
         size_bytes: bytes of the parameters.
         made_bytes: bytes of the compressed gradients that a rank sends.
-        factor_bytes: bytes of the low-rank factors that PowerSGD sends instead of gradient matrices.
+        factor_bytes: bytes of the low-rank factors that PowerSGD sends in place of gradient matrices.
     """
 
     method: SyncMethod
@@ -53,7 +53,7 @@ class MethodParameters(NamedTuple):
 
 
 class SyncMethod(Protocol):
-    """Protocol of a method that replaces the gradient all-reduce over the data axis. Hashable."""
+    """Protocol of a method that replaces the gradient all-reduce over the data axis. Objects are hashable."""
 
     @property
     def changes(self) -> str:
@@ -75,14 +75,20 @@ class SyncMethod(Protocol):
         """
 
     def passes(self, num_ranks: int) -> float:
-        """Return the method's local memory traffic per step, divided by the bytes of the gradients."""
+        """Return how often the method reads or writes the gradients in local memory per step.
+
+        The number is the memory traffic divided by the bytes of the gradients.
+        """
 
     def state_bytes(self, of: MethodParameters, num_ranks: int) -> float:
         """Return the bytes of the method's state (such as error feedback) that a rank stores between steps."""
 
 
 class SyncOption(Protocol):
-    """Protocol of a parsed value of `dp_sync=`. Hashable; `str` returns a text that `parse_sync` accepts."""
+    """Protocol of a parsed value of `dp_sync=`.
+
+    Objects are hashable, and `parse_sync` accepts their `str`.
+    """
 
     @property
     def is_default(self) -> bool:
@@ -128,10 +134,10 @@ class AllReduce:
         return next(iter(mesh.along("rows")), "")
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Accept all storage."""
+        """Accept every layout of parameters."""
 
     def check_program(self, program: Program) -> None:
-        """Accept all programs."""
+        """Accept every program."""
 
 
 ALL_REDUCE = AllReduce()

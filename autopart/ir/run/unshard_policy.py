@@ -1,4 +1,4 @@
-"""Unshard policy: ZeRO-sharded parameters that stay gathered for a step, or share one all-gather."""
+"""Unshard policy (ZeRO): which parameters stay gathered for a step, and which share one all-gather."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alon
         nodes: the gathers.
         kind: function that returns a key of a gather, such as the dtype of its parameter. Gathers of a group have equal
             keys.
-        alone: put each gather in a group of its own.
+        alone: True to put each gather in a separate group.
     """
     if alone:
         return [[node] for node in nodes]
@@ -104,7 +104,7 @@ def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alon
         name = source_name(node)
         location = number, facts(node).get("region"), autopart_operator(node), axis_of(node)
         by_name = kinds.setdefault((location, kind(node)), {})
-        if name in by_name:  # also read in another layout
+        if name in by_name:  # another operator reads the parameter in another layout
             rows.append([node])
         else:
             by_name[name] = node

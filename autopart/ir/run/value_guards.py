@@ -1,4 +1,4 @@
-"""Guards of a trace on values of the inputs: lengths, masks and indices that Python read.
+"""Guards on values of inputs (lengths, masks, indices) that Python read while the model was traced.
 
 A guard is a small program on the inputs, and the value that it returned for the traced call. A call with other values
 needs another trace.
@@ -17,20 +17,20 @@ from torch import Tensor
 from autopart.compat.torch_internals import tree_flatten
 
 _TO_DEVICE = {"cpu", "cuda"}
-"""Methods that move a tensor. Guards are computed on the device of the inputs, so these return their tensor."""
+"""Methods that move a tensor to a device. Guards ignore them, and run on the device of the inputs."""
 _FAILURES = (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError, OverflowError)
 
 
 @dataclass(frozen=True, eq=False)
 class InputTensor:
-    """Input number `place` of the call."""
+    """Reference to input number `place` of the call."""
 
     place: int
 
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
-    """Shape and dtype of a tensor, in place of a tensor whose values are not needed."""
+    """Shape and dtype of a tensor whose values a recorded call does not need."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,10 +38,10 @@ class Metadata:
 
 @dataclass(frozen=True, eq=False)
 class ValueCall:
-    """Result number `place` of a recorded call; None if the result is a Python value.
+    """A recorded torch call, and the number (`place`) of one of its results; None for a Python value.
 
     The tensors among the call's arguments are replaced by `ValueCall`, `InputTensor` and `Metadata` objects.
-    `of_inputs`: the result depends on the inputs of the traced call.
+    `of_inputs` is True if the result depends on the inputs of the traced call.
     """
 
     func: Callable[..., Any]
@@ -87,7 +87,7 @@ class ValueGuards:
 
     @property
     def text(self) -> str:
-        """The guards as text that is equal on all ranks if the values are equal."""
+        """The guards as text. Ranks compare it: it is equal if the guarded values are equal."""
         return "".join(f", with {guard.text} = {guard.value}" for guard in self.guards)
 
     @cached_property
@@ -110,13 +110,16 @@ class ValueGuards:
         if key not in computed:
             try:
                 computed[key] = self._program.run(tensors)
-            except _FAILURES:  # an operator rejects the new values: the model's own call will, too
+            except _FAILURES:  # an operator rejects the new values: the model's own call will reject them too
                 computed[key] = None
         return computed[key] == self._values
 
 
 class ValueProgram:
-    """Recorded calls, in the order in which they run. A call that several guards need runs once."""
+    """Recorded calls of several guards, in the order in which they run.
+
+    A call that guards share runs once.
+    """
 
     def __init__(self, results: Sequence[Any]):
         self._numbers: dict[int, int] = {}
@@ -198,7 +201,7 @@ class ValueProgram:
         return call
 
     def _filled(self, value: Any) -> Callable[[Sequence[Any], torch.device], Any]:
-        """Return a function that puts computed values, and the device, into an argument of a recorded call."""
+        """Return a function that inserts computed values and the device into an argument of a recorded call."""
         if _is_recorded(value):
             number = self._numbers[id(value)]
             return lambda results, device: results[number]

@@ -1,4 +1,4 @@
-"""Changes that a forward makes to trained parameters before it uses them (such as `max_norm`)."""
+"""Changes (such as `max_norm`) that a forward makes to trained parameters before it uses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHRINK = 1e-7  # torch adds this to a norm before it divides by it (aten::embed
 
 @dataclass(frozen=True)
 class ByElement:
-    """Elementwise update of a parameter. `graph` computes the new value, of any shard too."""
+    """Elementwise update of a parameter. `graph` computes the new value of the parameter, or of any shard."""
 
     graph: fx.GraphModule
 
@@ -58,7 +58,7 @@ class RowNorms:
         return part.abs().pow(self.norm_type).sum(1)
 
     def scaled(self, part: Tensor, powers: Tensor, is_chosen: Tensor) -> Tensor:
-        """Scale looked-up rows of an embedding shard whose norm exceeds `max_norm`, and return the shard.
+        """Return an embedding shard in which looked-up rows with a norm above `max_norm` are scaled down.
 
         Args:
             part: the shard, with all or some columns of the embedding.
@@ -84,6 +84,6 @@ def _text(graph: fx.GraphModule) -> str:
 
 @torch.no_grad()
 def update_unsharded_weights(parameters: Mapping[str, Tensor], updates: WeightUpdates, inputs: Sequence[Any]) -> None:
-    """Apply the updates in place to unsharded parameters, before a forward with these inputs."""
+    """Apply the updates of a forward with these inputs to unsharded parameters, in place."""
     for name, update in updates.items():
         parameters[name].copy_(update.updated_full(parameters[name].detach(), inputs))

@@ -25,10 +25,10 @@ BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeErr
 
 @dataclass(frozen=True)
 class GroupShard:
-    """One shard of a value, from all ranks that store it.
+    """One shard of a value, from the ranks that store it.
 
-    If the placement is `P`, the shard is the sum of the ranks' partial sums. `entries`: indices of the shard in the
-    full value, along each dim.
+    If the placement is `P`, the shard is the sum of the ranks' partial sums. `entries`: for each dim, the indices of
+    the shard in the full value.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +51,7 @@ class GroupShard:
 class WrongShard:
     """The shard of a value with the largest error.
 
-    `worst` describes the wrong entry and its expected value. `num_wrong` of all `num_parts` shards of the value are
+    `worst` describes the wrong entry and its expected value. `num_wrong` of the `num_parts` shards of the value are
     wrong.
     """
 
@@ -169,7 +169,7 @@ class _MismatchSearch:
     def _keep(self, stage: int, microbatch: int, node: fx.Node, value: PerRank) -> None:
         if "origin" not in facts(node) or not all(isinstance(v, Tensor) for v in value.values()):
             return
-        # Another value says which expert each dispatched token is for.
+        # Skip dispatched tokens: only another value has their experts, and so their order.
         if any(place.is_dispatched for place in facts(node)["layout"].values()):
             return
         for v in value.values():
@@ -325,7 +325,7 @@ def entries_of(
     (tensor([2, 3]),)
     """
     entries = [torch.arange(size) for size in shape]
-    num_shards = [1] * len(entries)  # of each dim over outer axes: a shard has as many fewer sections
+    num_shards = [1] * len(entries)  # by dim: shards over outer axes, by which the number of sections is divided
     for axis, place in flattened_shards(layout).items():
         indices, sections = entries[place.dim], place.sections
         if len(sections) == 1:

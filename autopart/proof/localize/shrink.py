@@ -2,9 +2,9 @@
 
 The search begins at the operator that computes the first wrong value, or, for a wrong gradient, at the operators that
 use the value. These operators are extracted into a subgraph with the plan's decisions, and run with inputs that were
-recorded from the model. If the subgraph is right, neighbouring operators are added until it is wrong. Then operators
-are removed as long as the subgraph stays wrong (delta debugging: Zeller and Hildebrandt 2002, "Simplifying and
-isolating failure-inducing input").
+recorded from the model. If the subgraph gives right results, neighbouring operators are added until it gives wrong
+ones. Then operators are removed as long as the subgraph stays wrong (delta debugging: Zeller and Hildebrandt 2002,
+"Simplifying and isolating failure-inducing input").
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MAX_RUNS = 300
 def smallest_failing(
     subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, first: Mismatch | None, breaks: bool = False
 ) -> Subgraph | None:
-    """Return a minimal subgraph whose error exceeds `tolerance`; None if the search finds none.
+    """Return a minimal subgraph whose error exceeds `tolerance`; None if the search finds no subgraph.
 
     Args:
         first: the first wrong value of the full graph; None if it is unknown.
-        breaks: the run of the full graph raises an exception. Then a subgraph that raises one counts as wrong.
+        breaks: True if the run of the full graph raises an exception. Then a subgraph that raises one counts as wrong.
     """
-    for recorded in (True, False):  # whether input-only values are recorded or recomputed
+    for recorded in (True, False):  # True: values that depend only on inputs are recorded, not recomputed
         search = _FaultSearch(subject, arrangement, tolerance, recorded, breaks)
         chosen = search.grown(search.suspects(first))
         if chosen:
@@ -44,7 +44,7 @@ def smallest_failing(
 
 
 class _FaultSearch:
-    """Search for a minimal set of operators that is wrong when it runs as a graph of its own."""
+    """Search for a minimal set of operators that gives wrong results when it runs as a separate graph."""
 
     def __init__(
         self, subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, recorded: bool, breaks: bool
@@ -58,7 +58,7 @@ class _FaultSearch:
         self.joined = nx.Graph((node, user) for node in self.active for user in _users(node) if user in self.order)
 
     def suspects(self, first: Mismatch | None) -> set[fx.Node]:
-        """Return the operators at which the search begins."""
+        """Return the operators from which the search starts."""
         if first is None:
             return set(self.active)
         source, _ = source_of(first.node)
@@ -66,10 +66,10 @@ class _FaultSearch:
         return {source} if makes else {user for user in _users(source) if user in self.order}
 
     def grown(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Add neighbouring operators to `chosen` until the subgraph is wrong, and return all its operators.
+        """Add neighbouring operators to `chosen` until the subgraph gives wrong results. Return its operators.
 
-        Each round adds the neighbours of the current operators. Returns an empty set if the graph of all operators is
-        right.
+        Each round adds the neighbours of the current operators. Returns an empty set if the graph of all operators
+        gives right results.
         """
         rings = 1
         while not self.fails(chosen):
@@ -107,7 +107,7 @@ class _FaultSearch:
             subgraph = self.cut(chosen, planted.arrangement)
             errors = subgraph.errors()
         except AutopartError:
-            return False  # this part cannot be extracted
+            return False  # this set of operators cannot be extracted
         except BROKEN:
             return self.breaks and planted.is_planted
         return max(errors.values(), default=0.0) > self.tolerance
@@ -118,7 +118,7 @@ class _FaultSearch:
 
 
 class _Planted:
-    """An arrangement that records whether the planted test fault could be applied to a subgraph.
+    """An arrangement that records whether a fault that a test planted could be applied to a subgraph.
 
     A fault that changes a value outside of the subgraph cannot be applied. The subgraph's result then proves nothing.
     """

@@ -70,7 +70,7 @@ class Subgraph:
 
     @property
     def operators(self) -> list[fx.Node]:
-        """The operators of the subgraph, without the helper operators that shard a recorded value."""
+        """The operators of the subgraph, without the helper operators that shard recorded values."""
         nodes = self.arrangement.decisions.stage_of
         return [node for node in nodes if "recorded" not in facts(node) and "hidden" not in facts(node)]
 
@@ -119,9 +119,9 @@ class Builder:
     def recorded(self, name: str, tensor: Tensor, layout: Layout, stage: int) -> fx.Node:
         """Add a value that an operator outside of the subgraph computes, with the layout of its output.
 
-        The value is stored as a weight, so that its gradient is compared too. Helper operators give it the layout. To
-        shard the batch, they select samples by index. To make partial sums, they multiply the value by factors that
-        differ for every rank and entry; over all ranks, the factors add up to one.
+        The value is stored as a weight, so that its gradient is compared too. Helper operators give it the layout: to
+        shard the batch, they select samples by index. To create partial sums, they multiply the value by factors that
+        differ for every rank and entry; the factors of all ranks add up to one.
 
         Args:
             layout: {axis: placement} for `ROWS` (the batch) and each axis on which the solver chooses layouts.
@@ -208,7 +208,7 @@ class Builder:
 
 
 def _meta(tensor: Tensor, role: str, needs_grad: bool = False, **others: Any) -> dict[str, Any]:
-    """Return the facts of a node that passes need."""
+    """Return the facts (entries of `node.meta`) that passes need for a node."""
     return {"val": tensor.detach(), "role": role, "needs_grad": needs_grad, "pattern": None, "sections": {},
             "atoms": tuple(() for _ in tensor.shape), **others}  # fmt: skip
 
@@ -246,7 +246,7 @@ def _what(node: fx.Node, subgraph: Subgraph) -> str:
 
 
 def _below(tensor: Tensor) -> str:
-    """Return ` below 8` for an integer tensor whose entries are 0 to 7; "" for other dtypes."""
+    """Return the range of an integer tensor as text: ` below 8` for entries 0 to 7; "" for other dtypes."""
     counts = not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel()
     return f" below {max(int(tensor.max()), 0) + 1}" if counts else ""
 
@@ -384,7 +384,10 @@ class _Parser:
 
 
 def _attribute(root: Any, tree: ast.expr) -> Any:
-    """Return the attribute of `root` that dotted source text names, such as `aten.add.Tensor`."""
+    """Return the attribute of `root` that a dotted name denotes, such as `aten.add.Tensor`.
+
+    `tree`: the name as a syntax tree.
+    """
     for name in ast.unparse(tree).removeprefix("torch.").split("."):
         root = getattr(root, name)
     return root

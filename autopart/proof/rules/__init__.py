@@ -1,1 +1,1 @@
-"""Sharding rules of users, and proofs of rules by execution."""
+"""Sharding rules that users register, and proofs of rules by execution."""

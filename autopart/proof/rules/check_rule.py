@@ -63,7 +63,7 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     _, spec = tree_flatten(tuple(outputs))
     trace = Trace(graph, Call((), (), {}, ()), weights, {}, {}, {}, spec, (), "train")
     annotate(trace)
-    graph.eliminate_dead_code()  # remove the splits: the analysis has seen them
+    graph.eliminate_dead_code()  # remove the splits, which only the analysis needs
     return trace, weights
 
 
@@ -94,7 +94,7 @@ def _append_section_splits(graph: fx.Graph) -> None:
 
 @dataclass
 class Proof:
-    """A traced operator call and its results on unsharded inputs, for comparison with sharded runs."""
+    """A traced operator call with its results on unsharded inputs, to compare sharded runs with them."""
 
     trace: Trace
     weights: dict[str, nn.Parameter]
@@ -108,7 +108,7 @@ class Proof:
         outputs = fx.GraphModule(weights, trace.graph)()
         backward(outputs)
         grads = {name: w.grad for name, w in weights.items() if w.grad is not None}
-        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # all but random operators
+        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # without random operators
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
@@ -122,7 +122,10 @@ class Proof:
         return Decisions(mesh, 1, on_axes, {}, dict.fromkeys(whole, 0), 1)
 
     def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:
-        """Run the call on all ranks with these strategies. Describe wrong outputs and gradients, "" if none."""
+        """Run the call on all ranks with these strategies.
+
+        Return a text on wrong outputs and gradients, or "".
+        """
         outputs = list(self.trace.graph.output_node().args[0])
         try:
             program = lower(self.trace, self.decisions(mesh, chosen), outputs, whole_outputs=True)
@@ -155,7 +158,8 @@ class Proof:
 def _uneven_sums(values: list[Tensor]) -> list[Tensor]:
     """Split a replicated value into partial sums that are non-zero on every rank.
 
-    With the full value on the first rank and zeros elsewhere, a nonlinear operator such as `tanh` would seem linear.
+    The usual split (the full value on the first rank, zeros on the others) would hide that an operator such as `tanh`
+    is not linear.
     """
     if not values[0].is_floating_point():
         return LIST_PRIMITIVES["own"](values)

@@ -24,12 +24,18 @@ from autopart.proof.comparison import relative
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (1, 2)
-"""Share of every sharded dim on the first rank: numerator and denominator."""
+"""Share of every sharded dim on the first rank in the first trial: (numerator, denominator)."""
 UNEVEN = ((1, 4), (1, 3), HALVES)
-"""Candidates for the shares of the second trial: the first that divides all sharded dims is used."""
+"""Candidates for the share on the first rank in the second trial.
+
+The first candidate whose denominator divides all sharded dims is used.
+"""
 
 Edit = Callable[[Any, int, int], Any]
-"""`edit(args_and_kwargs, numerator, denominator)`: the call's arguments with some of its integers scaled."""
+"""Function `edit(args_and_kwargs, numerator, denominator)` that scales integers of a call's arguments.
+
+It returns the new arguments.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def candidates(node: fx.Node) -> Iterator[Possibility]:
             ]  # fmt: skip
             yield from possibilities
             if possibilities:
-                break  # unchanged arguments hold: no need to scale them
+                break  # unchanged arguments give right results, so scaled ones are not tried
 
 
 def _random(like: Tensor, low: float, high: float, seed: int) -> Tensor:
@@ -103,7 +109,7 @@ def _shuffled(tensor: Tensor, seed: int) -> Tensor:
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-    """Yield combinations of input placements: all with only `S` and `R`, then all with only `P` and `R`.
+    """Yield combinations of input placements: first all of `S` and `R`, then all of `P` and `R`.
 
     An input is a partial sum only if it is floating point.
     """
@@ -114,7 +120,7 @@ def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
 
 
 class _Trial:
-    """Results of an operator on one set of unsharded inputs, for comparison with runs on two ranks."""
+    """Operator results on one set of unsharded inputs, with which runs on two ranks are compared."""
 
     def __init__(self, node: fx.Node, values: Sequence[Tensor], parts: Sequence[tuple[int, int]]):
         self.node, self.parts = node, parts
@@ -134,7 +140,7 @@ class _Trial:
     def valid_placements(
         self, inputs: Sequence[Placement], edit: Edit | None
     ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
-        """Run the operator on two ranks with these input placements, and compare.
+        """Run the operator on two ranks with these input placements, and compare with the unsharded run.
 
         Returns {output placements with right outputs: for each input, the placements with right gradients}. A
         replicated input can have `R`, `R(grad P)` or both.
@@ -181,7 +187,7 @@ class _Trial:
 
 
 def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of all values; zeros for a value that does not require one."""
+    """Return the gradients of all values; zeros for a value that does not require a gradient."""
     wanted = [v for v in values if v.requires_grad]
     used = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
     if not wanted or not used:
@@ -236,7 +242,7 @@ def _output_placements(
 
 
 def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: tuple[int, int]) -> bool:
-    """Return True if the values of two ranks form the full value under this placement."""
+    """Return True if the values of two ranks, combined under this placement, give the full value."""
     first, second = both
     tolerance = TOLERANCE.get(whole.dtype, 0.0)
     if place == P:

@@ -176,7 +176,7 @@ def _check_signature(operator: str, new_rule: Rule) -> None:
 
 
 def _fits(schema: Any, num_inputs: int, num_outputs: int) -> bool:
-    """Return True if a schema accepts these numbers of input and output tensors.
+    """Return True if an operator's schema accepts these numbers of input and output tensors.
 
     A tensor list counts as any number of tensors.
     """

@@ -52,7 +52,7 @@ class ScaledCopy:
 
     Args:
         kept: {path of a module list: (indices of the blocks that the copy has, original number of blocks)}.
-        is_random: the weights are random.
+        is_random: True if the weights are random.
         changes: {entry of the config: (original size, smaller size)}.
         call: arguments of `smaller_call` (vocabulary, divisor of the sequence length, number of ranks); None if calls
             are not reduced.
@@ -121,7 +121,7 @@ class ScaledCopy:
 
 @dataclass(frozen=True)
 class VerifyLoad:
-    """Mesh, training steps and loss function: they determine the memory and time of a verification."""
+    """Mesh, training steps and loss function, which determine the memory and time of a verification."""
 
     mesh: Mesh | None = None
     steps: int = 0
@@ -240,7 +240,7 @@ def _with_fewer_blocks(
                     copied(**on_device(arguments, device_of(copied)))
             else:
                 needed = work.estimate(copied, arguments)
-        except Exception:  # whatever a model's own code raises when its blocks are fewer
+        except Exception:  # a model's own code may raise anything if it has fewer blocks
             if blocks:
                 continue
             raise
@@ -293,7 +293,7 @@ def _smaller_copy(
         if weights_bytes(empty.parameters(), work.mesh, work.steps > 0) > fair:
             return None
         needed = work.estimate(empty.train(model.training), shorter)
-    except Exception:  # whatever a model's own code raises for sizes that it does not take
+    except Exception:  # a model's own code may raise anything for unsupported sizes
         return None
     if needed.total > fair:
         return None
@@ -314,7 +314,7 @@ def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model is verified: the device of its weights, or the CPU for meta."""
+    """Return the device on which a model is verified: that of its weights, or the CPU if they are on meta."""
     device = device_of_weights(model)
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -368,7 +368,7 @@ def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
     """Return True if a verification surely fits into memory: a rough estimate is below 2 % of free memory.
 
-    The rough estimate of activations is 48 bytes per pair of an element of the inputs and a row of a weight.
+    The rough estimate of activations is 48 bytes for each pair (element of the inputs, row of a weight).
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))
@@ -459,7 +459,8 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
     for path, blocks in kept.items():
         container = _blocks(model, path)
         dropped[path] = [i for i in range(len(container)) if i not in blocks]
-        memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # the copy gets this instead of the block
+        # Object that the copy gets in place of the block.
+        memo |= {id(container[i]): nn.Identity() for i in dropped[path]}
         counts[len(container)] = len(blocks)
     copied = copy_of(model, memo)
     for path, numbers in dropped.items():

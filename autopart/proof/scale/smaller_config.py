@@ -48,7 +48,7 @@ LADDER = (
     *(Divisors(64, width) for width in (2, 4, 8, 16, 32)),
     *(Divisors(64, 32, sequence) for sequence in (2, 4, 8)),
 )
-"""Divisors to try, largest sizes first."""
+"""Divisors to try, in order: first those that give the largest sizes."""
 
 
 def is_scalable(config: Any) -> bool:
@@ -132,7 +132,7 @@ def scaled_size(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
 
 
 def _keep_tokens_below(config: Any, vocabulary: int) -> None:
-    """Reduce ids of special tokens, such as `eos_token_id`, to below the vocabulary size."""
+    """Reduce ids of special tokens, such as `eos_token_id`, so that they are below the vocabulary size."""
     for name, token in list(vars(config).items()):
         if name.endswith("_token_id") and isinstance(token, int) and token >= vocabulary:
             setattr(config, name, token % vocabulary)

@@ -1,1 +1,1 @@
-"""Proof of training steps, including optimizer and gradient clipping."""
+"""Proof of training steps, including the optimizer and gradient clipping."""

@@ -47,7 +47,7 @@ from autopart.tracing.with_loss import call
 
 @dataclass
 class _Outcome:
-    """Results of the backward of one step: {rank: value} for each field.
+    """Results of the backward of one step on all ranks: each field is {rank: value}.
 
     `skips`: True if the rank skips the step because of an infinite gradient.
     """
@@ -215,7 +215,7 @@ def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _DelayedGradients:
-    """Gradients of the previous batch, which optimizers use with `schedule="1f1b_2bw"` (PipeDream-2BW)."""
+    """Gradients of the previous batch, which the schedule "1f1b_2bw" (PipeDream-2BW) passes to optimizers."""
 
     def __init__(self) -> None:
         self.previous_grads: dict[int, Tensor | None] = {}
@@ -319,7 +319,7 @@ def _step(
     compared: StepComparison,
     late: _DelayedGradients | None,
 ) -> StepReport:  # fmt: skip
-    buffer_scales = subject.buffer_scales  # before the single device writes its buffers
+    buffer_scales = subject.buffer_scales  # run the ranks before the single device writes its buffers
     expected, actual = one.backward(subject, arguments), ranks.backward(subject)
     skipped, scale = expected.skips[0], expected.scales[0]
     compared.numbers("loss", actual.losses, expected.losses[0], may_overflow=skipped)

@@ -1,4 +1,4 @@
-"""Comparison of a training step on all ranks with that step on a single device."""
+"""Comparison of a training step on all ranks with the same step on a single device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from autopart.runtime.shards.shard_state import splits_at
 from autopart.runtime.training.optimizer_checks import is_elementwise
 
 ROUNDING = 1e-12
-"""Gradients below this, relative to the largest gradient, count as rounding of sums that cancel."""
+"""Gradient entries below this, relative to the largest gradient, count as rounding errors.
+
+They are sums whose summands cancel.
+"""
 
 TERM_ROUNDING = 1e-14
-"""Two gradients differ only by rounding if their difference, relative to the total magnitude of their terms, is below
-this."""
+"""Maximum difference of gradients that counts as rounding, relative to the size of their summands."""
 
 SAME_DIGITS = 1e-8
-"""Gradients whose relative difference is below this are compared without a look at their terms."""
+"""Relative difference below which gradients are accepted without considering their summands."""
 
 Magnitudes = Callable[[Collection[str]], Mapping[str, Tensor]]
-"""Function of parameter names that returns the total magnitude of the terms of their gradients."""
+"""Function that maps parameter names to the total magnitude of the summands of their gradients."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class StepReport:
     Args:
         norm: gradient norm before clipping.
         scale: loss scale.
-        skipped: a gradient was infinite or NaN, and the scaler skipped the step.
+        skipped: True if a gradient was infinite or NaN, so that the scaler skipped the step.
         errors: {name: largest error over the ranks}, with names such as `loss`, `norm` or `weight h.0.up.weight`.
         rounding: parameters with gradient entries so small that they are rounding errors. These entries of weights and
             optimizer state are not compared.
@@ -93,10 +95,7 @@ class StepReport:
 
 
 class StepComparison:
-    """Comparison of one training step.
-
-    Its methods are called in the order in which a step computes values.
-    """
+    """Comparison of one training step. Its methods are called in the order in which values are computed."""
 
     def __init__(self, step: int, program: Program, tolerance: float, rounding: dict[str, Tensor]):
         self.step, self.program, self.tolerance, self.rounding = step, program, tolerance, rounding
@@ -107,7 +106,7 @@ class StepComparison:
         """{parameter: mask of gradient entries that differ only by the rounding of their terms}, of this step"""
 
     def numbers(self, kind: str, actual: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
-        """Compare a scalar that every rank computes, such as the gradient norm."""
+        """Compare a scalar that every rank computes, such as the gradient norm, with the single device's."""
         if not expected.isfinite() and not may_overflow:
             self._not_finite(kind, "", expected)
         for rank, value in actual.items():
@@ -135,7 +134,7 @@ class StepComparison:
                 if part is None or whole is None or part.shape != whole.shape:
                     continue
                 alone = _are_rounding(part, whole, limit)
-                if bool(alone.any()):  # the single device may have zero there
+                if bool(alone.any()):  # the single device's gradient may be zero there
                     for cut, index in reversed(self._cuts(name, rank)):
                         alone = cut.place(alone, index)
                     self.rounding[name] = alone | self.rounding.get(name, alone)
@@ -144,10 +143,10 @@ class StepComparison:
         self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
         magnitudes: Magnitudes,
     ) -> None:  # fmt: skip
-        """Exclude gradient entries that are sums of large cancelling terms and differ only by their rounding.
+        """Exclude gradient entries whose large summands cancel, and which differ only by rounding.
 
-        The gradient of a gain before a batch norm is an example: the norm does not depend on the gain. These entries
-        of weights and optimizer state are excluded from later comparisons, as in `note_rounding`.
+        The gradient of a gain before a batch norm is an example: the norm does not depend on the gain. These entries of
+        weights and optimizer state are excluded from later comparisons, as in `note_rounding`.
         """
         apart: dict[str, Tensor] = {}
         for rank, local in actual.items():
@@ -228,7 +227,7 @@ class StepComparison:
         self._note(kind, name, rank, error, _worst_entry(part, whole) if error > self.tolerance else "")
 
     def _not_finite(self, kind: str, name: str, expected: Tensor) -> None:
-        """Record NaN or infinity on the single device as an error, even if the ranks have it too."""
+        """Record an error if the single device has NaN or infinity, even if the ranks have the same values."""
         self._note(kind, name, None, float("inf"), f"not finite on one device: it {bad_entries(expected)}")
 
     def _note(self, kind: str, name: str, rank: int | None, error: float, detail: str) -> None:

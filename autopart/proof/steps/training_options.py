@@ -17,7 +17,7 @@ Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 
 TARGET = "target"
-"""Entry of a batch that is the target of a loss function."""
+"""Key of a batch under which it has the target of a loss function."""
 
 STEPS = 3
 """Default number of training steps."""
@@ -31,7 +31,7 @@ class Training:
     """The training steps that `verify` runs and compares.
 
     Args:
-        optimizer: function that makes an optimizer from [(name, parameter)]. It is called once with the parameters of
+        optimizer: function that creates an optimizer from [(name, parameter)]. It is called once with the parameters of
             the model, and once for each rank with the shards of the rank.
         example: arguments of the call that is traced.
         batches: arguments by name of the call in each step. If there are fewer than `steps`, they are repeated.
@@ -118,7 +118,7 @@ def _adamw(named: Named) -> torch.optim.Optimizer:
 
 
 def _scaler_settings(scaler: Any) -> dict[str, Any] | None:
-    """Return the settings of a GradScaler, given as a dict, as an object, or as True for the defaults."""
+    """Return the settings of a GradScaler, passed as a dict, as an object, or as True for the defaults."""
     if scaler is None or scaler is False:
         return None
     if isinstance(scaler, Mapping):

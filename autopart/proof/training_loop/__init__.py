@@ -1,1 +1,1 @@
-"""Proof of a training function that the user has written."""
+"""Proof of a training function that a user has written."""

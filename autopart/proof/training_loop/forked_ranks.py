@@ -1,4 +1,4 @@
-"""Forked processes that run a training function. With fork, the function need not be picklable.
+"""Forked processes that run a training function. It need not be picklable, because of the fork.
 
 Each child sends a report when it ends. If a child raises, exits or sends no report in time, all children are stopped,
 so that no process waits forever.
@@ -35,7 +35,10 @@ GRACE_S = 10.0
 
 @dataclass
 class Failure:
-    """Exception of a child process, as text. `refusal` is the exception object if autopart raised it."""
+    """Exception of a child process, as text.
+
+    `refusal` is the exception object if it is an error of autopart.
+    """
 
     kind: str
     text: str
@@ -59,7 +62,7 @@ def run_forked(
     """Call `work(rank)` in `count` forked processes and return their reports.
 
     Args:
-        connected: initialise a gloo process group, with the environment variables of torchrun.
+        connected: True to initialise a gloo process group, with the environment variables of torchrun.
         where: function that returns the source line of the user's code that raised an exception.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
@@ -110,7 +113,7 @@ def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> di
                 text = f"the process ended with exit code {process.exitcode}"
                 reports[rank] = Report(
                     failure=Failure("ended", text, "")
-                )  # reported before the failures it causes on other ranks
+                )  # report this before the failures that it causes on other ranks
             if reports[rank].failure is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return reports

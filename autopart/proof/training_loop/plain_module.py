@@ -1,4 +1,4 @@
-"""Methods of `ParallelModule` for an unpartitioned model in one process.
+"""Methods of `ParallelModule` for the plain model (not partitioned) in one process.
 
 With them, a training function that is written for a `ParallelModule` also runs with the plain model.
 """
@@ -107,7 +107,7 @@ def _detached(returned: Any) -> Any:
 
 
 def _loss_of(returned: Any) -> Tensor:
-    """Return a model's scalar loss. Raises InputError if it returns none."""
+    """Return the scalar loss that a model returned. Raises InputError if there is no scalar."""
     loss = loss_entry(returned)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         raise InputError("step() finds no scalar loss in what the model returns", hint="give loss_fn= and target=")

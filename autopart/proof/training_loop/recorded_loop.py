@@ -71,7 +71,10 @@ class LoopEvent:
 
 @dataclass
 class RankResult:
-    """Differences between the run of one rank and that of the plain model. `events`: number of events."""
+    """Differences between the run of one rank and the run of the plain model.
+
+    `events`: number of events of the rank.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
     first: LoopMismatch | None = None
@@ -149,7 +152,7 @@ class Recorder:
     def _gradients(self) -> None:
         try:
             grads = self.model.full_grads()
-        except UsageError:  # another optimizer steps inside no_sync()
+        except UsageError:  # another optimizer runs a step inside no_sync()
             grads = None
         self.event("gradient", grads)
 

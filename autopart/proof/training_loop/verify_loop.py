@@ -46,7 +46,7 @@ class LoopVerification:
 
     Args:
         max_error: largest error over all ranks and values.
-        first_mismatch: the first wrong value; None if all agree.
+        first_mismatch: the first wrong value; None if all values agree.
         errors: {kind and name: error}, such as `loss`, `gradient 0.weight`, `weight 0.weight` or `returned 0`.
         steps: number of optimizer steps of the plain model.
     """
@@ -71,10 +71,10 @@ def prove(
     fn: Function, mesh: Mesh, model: nn.Module, batches: Iterable[Any], parallelize: Callable[..., nn.Module],
     example: Mapping[str, Any], options: Mapping[str, Any], tolerance: float, time_limit_s: float,
 ) -> LoopVerification:  # fmt: skip
-    """Run the training function with the plain model and on all ranks, and compare.
+    """Run the training function with the plain model and on all ranks, and compare the runs.
 
     Args:
-        parallelize: function that makes the partitioned model on a rank.
+        parallelize: function that creates the partitioned model on a rank.
         example: `example_args` or `example_kwargs` for `parallelize`; by default, the first batch.
     """
     _check(fn, model, options)
