@@ -18,6 +18,7 @@ from autopart.ir.run.schedules import SPLIT_BACKWARD
 from autopart.runtime.batch.batch_split import merge_microbatches, merged_shapes
 from autopart.runtime.batch.buffer_updates import write_buffers
 from autopart.runtime.batch.local_batch import LocalBatch
+from autopart.runtime.batch.lookup_checks import LookupChecks
 from autopart.runtime.comm.call_random import check_same_state, has_host_functions, one_stream
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
@@ -61,11 +62,12 @@ class Executable:
         compile: bool,
         unreduced: NoSync,
         data_sync: GradientSync,
+        lookups: LookupChecks,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.stage_style = stage_style_of(schedule)
-        self.unreduced, self.data_sync = unreduced, data_sync
+        self.unreduced, self.data_sync, self.lookups = unreduced, data_sync, lookups
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         create_reduce_groups(program, process)
@@ -278,6 +280,7 @@ class Executable:
         if self.rows.is_communicated:
             comparison.finish_comparison()
         local_inputs = self.rows.gather_batch(local_inputs)
+        self.lookups.check_computed(dict(zip(self.program.input_names, local_inputs, strict=True)))
         if self.program.draws == "exact":
             comparison.finish_comparison()
             check_same_state(self.program, self.process)

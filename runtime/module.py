@@ -20,6 +20,7 @@ from autopart.errors import AutopartError, OptionError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.plans.rank_digest import TIMEOUT_S
+from autopart.runtime.batch.lookup_checks import LookupChecks
 from autopart.runtime.batch.loss_module import Criterion, named_criterion
 from autopart.runtime.checkpoint.full_optimizer import OptimizerStateMethods
 from autopart.runtime.checkpoint.optimizer_state import connect_state_dicts
@@ -385,17 +386,17 @@ class ParallelModule(
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Trace a call in this `with` block. If the trace fails, compare the call with those of other ranks.
 
-        With `local_batch`, the trace can succeed on other ranks, whose samples have other shapes. Then all ranks raise
-        an error that shows the difference.
+        The trace can succeed on other ranks, whose inputs may have other shapes. Then all ranks raise an error that
+        shows the difference.
         """
         try:
             yield
         except AutopartError as error:
-            if self._local_batch:
-                rows = num_rows(flatten_call({"args": args, "kwargs": dict(kwargs)}))
-                text = f"{name}(), where {str(error).splitlines()[0]}"
-                called = ComparedCall(name, self._calls[name], text, {}, frozenset(), rows)
-                Comparison(called, self._process).finish_comparison()
+            call = flatten_call({**{f"input {index}": value for index, value in enumerate(args)}, **kwargs})
+            rows = num_rows(call) if self._local_batch else 0
+            text = f"{name}({format_call(call.names, call.tensors)}), where {str(error).splitlines()[0]}"
+            called = ComparedCall(name, self._calls[name], text, {}, frozenset() if self._local_batch else None, rows)
+            Comparison(called, self._process).finish_comparison()
             raise
 
     def _traced(self, subject: str) -> Program:
@@ -418,17 +419,18 @@ class ParallelModule(
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unreduced.is_open else ""
-        problem = None
+        tensors = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
+        lookups = self._lookups.get(program, lambda: LookupChecks(program, self._process))
+        problem: AutopartError | None = lookups.problem(tensors)
         if purpose == "step" or torch.is_grad_enabled():
-            problem = backward_error(self, self._local_parameters, self._trained, purpose == "step")
+            problem = problem or backward_error(self, self._local_parameters, self._trained, purpose == "step")
             if purpose == "step" and not any(t.requires_grad for t in inputs):
                 problem = problem or frozen_error(self._source.model, program)
             problem = problem or self._unreduced.problem(program) or self._data_sync.problem(purpose == "step")
-            text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
+        text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new or self._in_flight.is_cold)
-        tensors = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows, tensors = (
             min((tensors[name].size(0) for name in program.row_inputs or ()), default=0),
             {**tensors, **criterion},
@@ -449,7 +451,7 @@ class ParallelModule(
             buffers = {**self._local_buffers, **criteria.local} if criterion else self._local_buffers
             bound = partial(
                 Executable, adopted, self._process, buffers=buffers, schedule=self._schedule,
-                compile=self._compile, unreduced=self._unreduced, data_sync=self._data_sync,
+                compile=self._compile, unreduced=self._unreduced, data_sync=self._data_sync, lookups=lookups,
             )  # fmt: skip
             if purpose == "step":
                 return self._in_flight.bind(adopted, bound)
@@ -519,6 +521,7 @@ class ParallelModule(
             2 * MAX_CALLS
         )  # each traced call has two executables: for calls and for training steps
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
+        self._lookups: Recent[LookupChecks] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
         """Create the objects that count steps or store gradient state, for a module that has run no step."""

@@ -39,6 +39,7 @@ from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call
 from autopart.tracing.caller_modes import isolated_trace, without_inference
 from autopart.tracing.local_batch_call import all_ranks_call, are_rows, check_global
 from autopart.tracing.meta_copy import Source
+from autopart.tracing.model_checks import check_not_empty
 from autopart.tracing.python.guards import Guards, check_unstable, shown, warn_of_change
 from autopart.tracing.python.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of, with_values
 from autopart.tracing.python.number_inputs import NUMBERS, NumberInputs, NumberSlot, number_slots, numbers_of, slots_of
@@ -341,6 +342,7 @@ class Compiler:
             model = self.model if loss_fn is None else around(self.model, loss_fn)
             flat = flatten_call(arguments)
             if self.options.local_batch:
+                check_not_empty(flat)  # the error shows this rank's shapes
                 arguments = all_ranks_call(arguments, flat, self.mesh.data_parallel_size)
             traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
         if self.options.local_batch and self.mesh.data_parallel_size > 1:

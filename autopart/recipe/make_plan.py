@@ -50,6 +50,7 @@ from autopart.passes.choose.storage.sharded_storage import choose_sharded_storag
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.deduplicated_blocks import check_blocks, check_written, note_blocks
+from autopart.passes.facts.lookup_bounds import check_lookups
 from autopart.passes.facts.mask_facts import find_bands
 from autopart.passes.facts.selection_sizes import share_selections
 from autopart.passes.facts.sequence_dims import check_named, follow_sequences
@@ -136,7 +137,7 @@ def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, do
     run_passes(traced.graph, NORMALIZE)
     traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
     _find_facts(traced)
-    return traced
+    return replace(traced, size_conditions=(*traced.size_conditions, *check_lookups(traced)))
 
 
 def _find_facts(traced: Trace) -> None:

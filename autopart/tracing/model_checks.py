@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from autopart.compat.export_internals import initialize_lazy
-from autopart.errors import Refusal, TraceError
+from autopart.errors import InputError, Refusal, TraceError
+from autopart.ir.trace import Call
 
 
 def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -85,3 +86,16 @@ def check_hooks(model: nn.Module) -> None:
                 why="only the forward is traced; its gradients are computed without hooks of modules",
                 hint="remove it, or use tensor.register_hook inside forward()",
             )
+
+
+def check_not_empty(call: Call) -> None:
+    """Raise InputError if a call has no samples, or no elements at all, such as sequences of length 0."""
+    sizes = [tensor.size(0) for tensor in call.tensors if tensor.dim()]
+    if not sizes or (max(sizes, key=sizes.count) and any(tensor.numel() for tensor in call.tensors if tensor.dim())):
+        return
+    name, tensor = next((name, t) for name, t in zip(call.names, call.tensors, strict=True) if not t.numel())
+    raise InputError(
+        f"the input '{name}' is empty: its shape is {list(tensor.shape)}",
+        why="there is nothing to compute" + (": the batch has no samples" if not tensor.size(0) else ""),
+        hint="leave out this call, on every rank",
+    )

@@ -39,7 +39,7 @@ from autopart.tracing.dynamic.float_calls import ReadsFloat
 from autopart.tracing.dynamic.random_branches import random_branch_notes, with_random_branches
 from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
 from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
-from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
+from autopart.tracing.model_checks import check_hooks, check_model, check_not_empty, give_lazy_weights
 from autopart.tracing.python.assigned_buffers import again_filled, check_caches, computed
 from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast, traceable
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH
@@ -139,6 +139,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     call = flatten_call(arguments)
     if device.type != "meta":
         check_values(call)
+    check_not_empty(call)
     # torch.export would merge two inputs that are one tensor object, so they are copied for the trace.
     entry = ExportEntry(model, arguments, call.names, device)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}

@@ -220,7 +220,7 @@ def catch_an_error_alone():
     pm.step(**make_batch())
     if td.get_rank() == 1:
         with pytest.raises(InputError):
-            pm.step(nonsense=1)
+            pm.step(**make_batch(), num_tokens=0)
     try:
         pm.step(**make_batch())
     except InputError as error:

@@ -1,0 +1,67 @@
+"""Checks of token ids and positions against the sizes of embedding tables, before a call communicates.
+
+Without them, only the ranks of the first pipeline stage would raise, and the other ranks would wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from autopart.errors import InputError
+from autopart.ir.program import Program
+from autopart.ir.run.lookups import Lookup, computed, index_nodes, unviewed
+from autopart.runtime.comm.process_mesh import Process
+
+
+class LookupChecks:
+    """Indices that a program's embeddings read, as functions of the inputs of a call.
+
+    Indices that depend on no input, such as positions, are checked when a call is traced.
+    """
+
+    def __init__(self, program: Program, process: Process):
+        self._reads_values = process.host_group is not None or process.device.type == "cpu"
+        """False for one rank on a GPU: reading values would wait for the GPU, and embeddings raise there anyway."""
+        self._of_inputs: dict[tuple[str, int], Lookup] = {}
+        """{(input, rows of the table): the look-up}, if the values of an input are the indices."""
+        self._computed: list[tuple[Lookup, fx.Node, set[fx.Node], dict[fx.Node, str]]] = []
+        for lookup, index, placeholders in _lookups(program):
+            nodes = index_nodes(index)
+            used = {} if nodes is None else {n: placeholders[n] for n in nodes if n.op == "placeholder"}
+            if index in placeholders:
+                self._of_inputs[placeholders[index], lookup.num_rows] = lookup
+            elif nodes is not None and used and all(n.op in ("call_function", "placeholder") for n in nodes):
+                self._computed.append((lookup, index, nodes, used))
+
+    def problem(self, inputs: Mapping[str, Tensor]) -> InputError | None:
+        """Return an error if a value of an input of this rank is outside of its table, else None."""
+        if not self._reads_values:
+            return None
+        errors = (lookup.error(inputs[name], [name], True) for (name, _), lookup in self._of_inputs.items())
+        return next((error for error in errors if error is not None), None)
+
+    def check_computed(self, inputs: Mapping[str, Any]) -> None:
+        """Raise InputError if an index that the model computes from the global batch is outside of its table."""
+        for lookup, index, nodes, used in self._computed:
+            values = {node: inputs[name] for node, name in used.items()}
+            if all(isinstance(value, Tensor) and value.device.type == "cpu" for value in values.values()):
+                error = lookup.error(computed(index, nodes, values), [*used.values()], False)
+                if error is not None:
+                    raise error
+
+
+def _lookups(program: Program) -> Iterator[tuple[Lookup, fx.Node, Mapping[fx.Node, str]]]:
+    """Yield the look-ups of all stages.
+
+    For each look-up: its index in the stage's prologue, and {placeholder of the prologue: input name}.
+    """
+    for stage in program.stages:
+        outputs: Sequence[Any] = stage.prologue.graph.output_node().args[0]
+        made = {one.name: output for one, output in zip(stage.inputs, outputs, strict=False)}
+        placeholders = dict(zip(stage.prologue.graph.find_nodes(op="placeholder"), program.input_names, strict=False))
+        for lookup in Lookup.all_of(stage.graph.graph):
+            if lookup.index.op == "placeholder" and isinstance(made.get(str(lookup.index.target)), fx.Node):
+                yield lookup, unviewed(made[str(lookup.index.target)]), placeholders
