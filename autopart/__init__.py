@@ -68,7 +68,7 @@ def _imported(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not TYPE_CHECKING:  # for type checkers the names above are all there are
+if not TYPE_CHECKING:  # type checkers read only the names above
     __getattr__ = _imported
 
 

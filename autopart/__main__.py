@@ -1,4 +1,4 @@
-"""`python -m autopart`: the command line."""
+"""Entry point of `python -m autopart`: the command line."""
 
 from autopart.cli.main import main
 

@@ -172,7 +172,7 @@ def verify_loop(
 def _check_model(model: Any) -> None:
     """Raise InputError for a model that is partitioned or wrapped already."""
     if not isinstance(model, nn.Module):
-        return  # the trace refuses it
+        return  # the trace will raise the error
     kind = type(model).__name__
     if isinstance(model, ParallelModule):
         raise InputError(

@@ -88,7 +88,7 @@ class Option:
         unset: text for the default in the help, if the default is a value such as None that explains nothing.
         form: click type of the option, or metavar in the help, such as `FILE`.
         read: converts a user's value to the value in `Options`; raises OptionError.
-        in_plan: attribute of a Plan that holds the option's value.
+        in_plan: name of the attribute of a Plan that has the option's value.
     """
 
     default: Any

@@ -21,13 +21,16 @@ WIDTH = 80
 """Width of help and of errors, in columns."""
 
 LABELS = ("  why    ", "  where  ", "  try    ", "  full   ", "  note   ")
-"""Prefixes of lines whose continuation is aligned with their text."""
+"""Labels at the start of a line, such as `why`.
+
+Continued lines are aligned with the text after the label.
+"""
 
 MISTAKE = 2
-"""Exit code for invalid input."""
+"""Exit code for invalid input of the user."""
 
 OTHER_RANKS_WAIT_S = 10.0
-"""Seconds that a rank waits before it prints an error, as the first rank usually prints an equal one."""
+"""Seconds that other ranks wait before they print an error: the first rank usually prints it too."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else on standard error.")
 

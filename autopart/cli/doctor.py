@@ -39,7 +39,7 @@ NEGLIGIBLE = 0.005
 """Fractions of the matrix FLOPs below this are not mentioned."""
 
 GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
-"""Suffix of a suggested rule."""
+"""Text that follows a suggested rule."""
 
 
 def versions() -> dict[str, str]:

@@ -18,9 +18,11 @@ OLDEST, NEWEST = (2, 11), (2, 13)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `ok`: False if autopart needs something that is missing.
+    """One line of the report on this machine.
 
-    `hint`: how to get it.
+    Args:
+        ok: False if autopart needs something that is missing.
+        hint: how to get what is missing.
     """
 
     name: str

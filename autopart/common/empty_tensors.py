@@ -1,4 +1,4 @@
-"""Copies of tensors without values: on the meta device, or with empty storage."""
+"""Copies of tensors without their values: on the meta device, or with empty storage."""
 
 from __future__ import annotations
 

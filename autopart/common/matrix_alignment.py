@@ -1,4 +1,4 @@
-"""Penalty for matrices whose rows are not a multiple of 16 bytes, which GPU kernels load slowly."""
+"""Speed penalty of matrices whose rows are not a multiple of 16 bytes, which GPU kernels load slowly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MULTIPLE = 8
 """Number of 16-bit values in 16 bytes."""
 
 MOST_UNALIGNED = 3
-"""Penalty for rows with an odd number of values."""
+"""Penalty if a row has an odd number of values: the largest one."""
 
 
 def unaligned(rows: Iterable[int]) -> int:

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 AFTER_S = 2.0
-"""Seconds: work that takes less time prints nothing."""
+"""Seconds before the first message. Work that takes less time prints nothing."""
 
 SETTLED_S = 0.2
-"""Seconds: a phase that ends sooner gets no line."""
+"""Seconds that a phase must last to get a message."""
 
 Listener = Callable[[str], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)

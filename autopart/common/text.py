@@ -18,7 +18,7 @@ def quantity(number: float, unit: str) -> str:
     if number == 0 or not math.isfinite(number):
         return f"{number:g} {unit}".rstrip()
     power = math.floor(math.log10(abs(number)) / 3 + 1e-12)
-    if float(f"{abs(number) / 1000**power:.3g}") >= 1000:  # rounded up into the next prefix
+    if float(f"{abs(number) / 1000**power:.3g}") >= 1000:  # rounding has reached the next prefix
         power += 1
     lowest = -3 if unit == "s" else 0
     power = min(max(power, lowest), 6)

@@ -69,11 +69,11 @@ def compiled_when_called() -> AbstractContextManager[None]:
 
 
 def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
-    """Limit the recorded stack trace of operators to frames inside the function `outermost`.
+    """Limit the stack traces that torch records for operators to frames inside the function `outermost`.
 
-    By default torch records all frames of the process for each operator, which is slow.
+    By default torch records all frames of the process, which is slow.
     """
-    if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
+    if not hasattr(fx.proxy, "CapturedTraceback"):  # this torch version calls it differently
         return nullcontext()
     return attributes({(fx.proxy, "CapturedTraceback"): _Stack(outermost)})
 
@@ -99,10 +99,7 @@ class _Stack:
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:
-    """Run `call`, mark the nodes that it adds to the current trace, and return its result.
-
-    The mark is `meta[note] = True`.
-    """
+    """Run `call` and return its result. Nodes that it adds to the trace get `meta[note] = True`."""
     tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
     graph = tracer.fx_tracer.graph
     before = len(graph.nodes)
@@ -119,7 +116,7 @@ def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None
     """
     name = "_hop_compile_and_call"
     original: Any = getattr(higher_order, name, None)
-    if original is None:  # a torch in which torch.cond is refused
+    if original is None:  # this torch version lacks the function, so torch.cond is rejected
         return nullcontext()
 
     def call(function: Any, args: Any, *rest: Any, **options: Any) -> Any:
@@ -177,7 +174,7 @@ def keep_calls(target: Any) -> None:
 
 
 def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
-    """Replace `tensor.tolist()` of a traced tensor by `to(tensor)`.
+    """Replace `tensor.tolist()` by `to(tensor)` for traced tensors.
 
     If `to` returns None, torch's own `tolist()` runs.
     """
@@ -212,7 +209,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 @contextmanager
 def restored_transforms() -> Iterator[None]:
-    """Context manager that exits `torch.func` transforms (vmap, grad) that an error has left entered.
+    """Context manager that leaves the `torch.func` transforms (vmap, grad) in which an error was raised.
 
     Otherwise the user's next random number raises "called random operation while in randomness error mode".
     """

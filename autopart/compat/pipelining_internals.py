@@ -1,4 +1,4 @@
-"""Private APIs of torch.distributed.pipelining: schedules, stages, a 1F1B schedule run step by step."""
+"""Private APIs of torch.distributed.pipelining: schedules, stages, and 1F1B that the caller runs."""
 
 from __future__ import annotations
 

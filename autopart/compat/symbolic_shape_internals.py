@@ -20,7 +20,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from autopart.common.scoped import attributes
 
 Symbol: TypeAlias = Any
-"""Prefix of torch's sympy symbols for unbacked sizes."""
+"""A sympy symbol in torch's shapes, such as the data-dependent size `u0`."""
 
 
 def is_symbol(size: Any) -> bool:
@@ -31,7 +31,7 @@ def expression(size: Any) -> Any:
     """Return a size or scalar of a trace as a sympy expression. A Python number is returned unchanged."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
-    known = size.node.expr  # with the replacements that torch has found since
+    known = size.node.expr  # apply the replacements that torch has found since then
     return int(known) if isinstance(size, torch.SymInt) and known.is_Integer else known
 
 
@@ -106,7 +106,7 @@ def many_elements(
                 outcome = _told(env, asked, frame, answer_both)
             if outcome is None:
                 raise
-            if type(outcome) is int:  # from now on, torch knows this size
+            if type(outcome) is int:  # from here on, torch treats the size as this number
                 env.guard_or_defer_runtime_assert(sympy.Eq(asked, outcome), "")
             return sympy.sympify(outcome)
 
@@ -128,7 +128,7 @@ def all_selected() -> AbstractContextManager[Any]:
 
 
 def _truth(env: Any, asked: Any) -> torch.Tensor:
-    """Return a comparison of symbolic scalars as a 0-d bool tensor."""
+    """Return a comparison of symbolic scalars as a 0-d bool tensor of the trace."""
     left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, sympy.S.Zero)
     kind, number = (int, torch.SymInt) if left.is_integer else (float, torch.SymFloat)
     tensor = as_tensor(number(SymNode(left, env, kind, None)), torch.int64 if kind is int else torch.float64)
@@ -136,7 +136,7 @@ def _truth(env: Any, asked: Any) -> torch.Tensor:
 
 
 def as_tensor(number: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return a symbolic scalar as a 0-d tensor."""
+    """Return a symbolic scalar as a 0-d tensor of the trace."""
     return torch.full((), number, dtype=dtype)
 
 
@@ -145,7 +145,7 @@ _COMPARISONS: Mapping[Any, Callable[[torch.Tensor, float], torch.Tensor]] = {
     sympy.Le: torch.le,
 }  # fmt: skip
 MANY = 1_000_003
-"""A size of which no other size is a multiple."""
+"""Size that stands in for data-dependent sizes. No other size is a divisor or multiple of it."""
 _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 
 

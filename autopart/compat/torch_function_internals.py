@@ -9,10 +9,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 local_values = torch._C.DisableTorchFunctionSubclass
-"""Context inside which a sharded tensor is the plain tensor of this rank's values."""
+"""Context manager in which a sharded tensor behaves as the plain tensor of this rank's values."""
 
 full_values = torch._C._EnableTorchFunction
-"""Context inside which a sharded tensor behaves as the full tensor: for user code that the runtime calls."""
+"""Context manager in which sharded tensors behave as full tensors: for user code that is called back."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -58,11 +58,11 @@ def register_mapping(kind: type[dict[Any, Any]]) -> None:
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name. Functional collectives refer to groups by name."""
-    return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
+    return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a separate type in later versions
 
 
 def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
-    """Compile a function with inductor.
+    """Compile a function with inductor, under a cache tag.
 
     Functions share an entry of inductor's on-disk cache only if their tags are equal.
     """
@@ -102,7 +102,7 @@ def keeping_draws() -> Any:
 
     They advance the model's random generator.
     """
-    import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
+    import torch._inductor.config as inductor_config  # imported late, because it imports all of torch.compile
 
     return inductor_config.patch(fallback_random=True)
 
@@ -160,7 +160,7 @@ class Tracing:
 
     @classmethod
     def current(cls) -> Tracing | None:
-        """Return the innermost running trace; None if there is none, or if it records no module paths."""
+        """Return the innermost trace that is running; None without one, or if it records no module paths."""
         made_by = proxy_tensor._CURRENT_MAKE_FX_TRACER
         tracer = made_by.fx_tracer if made_by is not None else None
         return cls(tracer) if isinstance(tracer, proxy_tensor._ModuleStackTracer) else None
@@ -224,7 +224,7 @@ class Tracing:
         old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
         base = old
-        while base in before:  # the first replacement stays the one that is read
+        while base in before:  # later code reads the first replacement
             base = before[base]
         new.replace_input_with(old, base)
         order = {node: i for i, node in enumerate(self.tracer.graph.nodes)}
@@ -266,7 +266,7 @@ def without_torch_functions() -> AbstractContextManager[Any]:
 
 
 def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Pass every step of a trace to `to(run, tracer, function, args, kwargs)`, inside a `with` block.
+    """Call `to(run, tracer, function, args, kwargs)` for every step of a trace, inside a `with` block.
 
     A step is an operator, or the entry or exit of a grad-mode or autocast region. `run()` executes the step as torch
     would.
@@ -336,7 +336,7 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
     """
     function = vars(torch.autograd.Function)["apply"].__func__
     code = function.__code__
-    if code is _Redirected.apply.__code__:  # a trace inside another
+    if code is _Redirected.apply.__code__:  # a trace that runs inside another trace
         yield
         return
     _Redirected.own = staticmethod(types.FunctionType(code, function.__globals__, "apply", None, function.__closure__))
@@ -346,7 +346,7 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         function.__code__ = code
-        del _Redirected.to  # it may hold a model
+        del _Redirected.to  # drop the reference: it may keep a model alive
 
 
 def exporting() -> AbstractContextManager[None]:
@@ -355,7 +355,7 @@ def exporting() -> AbstractContextManager[None]:
 
 
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Make non-reentrant `torch.utils.checkpoint` call its function plainly, inside `around(function)`.
+    """Make non-reentrant `torch.utils.checkpoint` a plain call of its function, inside `around(function)`.
 
     Nothing is recomputed, and the random state is neither saved nor restored.
     """
@@ -470,7 +470,7 @@ def operator_name(func: Any) -> str:
 
 @functools.cache
 def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
-    """Call two functions whenever torch gathers or loads a full state dict.
+    """Install two functions that run whenever torch gathers or loads a full state dict.
 
     Args:
         put_together: gets each state dict that `StateDictOptions(full_state_dict=True)` gathers. torch then gathers the
@@ -512,7 +512,7 @@ def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Enable autograd in a `with` block inside a custom operator, where torch disables it."""
+    """Enable autograd in a `with` block, inside a custom operator, in which torch disables it."""
     keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
     for key in keys:

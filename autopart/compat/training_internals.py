@@ -70,7 +70,9 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 
 
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Replace the code object of `function` by that of `code`. Return a function with the original code.
+    """Replace the code object of `function` by that of `code`.
+
+    Return a function that runs the original code.
 
     `names`: additional globals for the original code.
     """
@@ -122,7 +124,8 @@ def before_wrappers(check: Callable[[Any, str], None]) -> None:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # `torch.export` has imported it
     if dynamo is not None:
         _check_first(dynamo.OptimizedModule, check)
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # its import takes long: only if the user imported it
+    # Its import takes long, so it is patched only if the user has imported it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and _FullyShard.own is None:
         _check_first(fsdp.FullyShardedDataParallel, check)
         function = inspect.unwrap(fsdp.fully_shard)

@@ -1,1 +1,1 @@
-"""Optional parts of autopart, loaded on use by `autopart.common.extras`."""
+"""Optional parts of autopart. `autopart.common.extras` loads each on its first use."""

@@ -129,7 +129,7 @@ def _backward_of_kernel(
 
 @dataclass
 class _CpuAttention:
-    """One call of attention with dropout on a CPU, computed one sample of the batch at a time.
+    """One call of attention with dropout on a CPU, which processes one sample of the batch at a time.
 
     Operands have the dtype of the computation (float32 or float64). Grouped keys and values are already repeated for
     all query heads.
@@ -216,7 +216,7 @@ class _CpuAttention:
 
 
 def _sum_groups(grad: Tensor, heads: Tensor) -> Tensor:
-    """Sum the gradients of repeated K/V heads into the gradient of the grouped heads, before repetition."""
+    """Sum the gradients of the K/V heads of each group, which are repeated, into the gradient of one head."""
     return grad.unflatten(-3, (heads.size(-3), -1)).sum(-3) if grad.size(-3) != heads.size(-3) else grad
 
 
@@ -230,7 +230,10 @@ def _kernel_layout(output: Tensor) -> Tensor:
 
 
 def _empty_statistics(query: Tensor, dropout_p: float) -> Tensor:
-    """Allocate the largest score of each query, or an empty tensor if the backward needs no scores (GPU)."""
+    """Allocate the tensor for the largest score of each query.
+
+    It is empty if the backward needs no scores (GPU).
+    """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)
 

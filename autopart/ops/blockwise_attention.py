@@ -25,13 +25,16 @@ from autopart.ops.masked_attention import attention_with_masks, runs_of
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""CPU attention that returns the log-sum-exp, and its backward. The backward accepts a log-sum-exp over more keys."""
+"""CPU attention that returns the log-sum-exp of the scores, and its backward.
+
+The backward accepts a log-sum-exp over more keys than its own.
+"""
 
 
 class ScoreBlock(NamedTuple):
     """Rectangular block of attention scores: (start, length) of its queries and of its keys, and its mask.
 
-    `is_causal`: query i attends keys 0 to i of the block.
+    `is_causal`: True if query i attends keys 0 to i of the block.
     """
 
     queries: tuple[int, int]
@@ -176,7 +179,8 @@ def _combine_visit(
 ) -> VisitResult:
     """Compute one more visit, and combine it with the result of the earlier visits in place.
 
-    `so_far`: result of the earlier visits. None: this visit is the first.
+    A visit is the attention of the local queries to one block of keys. `so_far`: result of the earlier visits. None:
+    this visit is the first.
     """
     key, value = (_repeat_heads(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
@@ -216,7 +220,7 @@ def visit_backward(
         for accumulator, span, part_grad in zip(grads, (part.queries, part.keys, part.keys), part_grads, strict=True):
             for of_one_head_a_group in part_grad.unflatten(1, (accumulator.size(1), -1)).unbind(
                 2
-            ):  # faster than their sum
+            ):  # faster than adding new tensors
                 accumulator.narrow(2, *span).add_(of_one_head_a_group)
 
 
@@ -340,5 +344,5 @@ def _attend_backward(
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Replace log-sum-exps of -inf by 0. They belong to queries that attend no key; their weights are 0."""
+    """Replace a log-sum-exp of -inf by 0. It belongs to a query that attends no key, so its weights are 0."""
     return logs.masked_fill(logs == float("-inf"), 0.0)

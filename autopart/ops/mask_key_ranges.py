@@ -19,13 +19,16 @@ from autopart.ir.mask_structure import MaskWindow, QueryRun
 from autopart.ir.sharding import DimSharding
 
 _LARGEST = 2**24
-"""Largest number of elements of a value that is computed as a tensor."""
+"""Maximum number of elements of a value that is computed as a tensor."""
 
 _MOST_RUNS, _WORTH_IT = 64, 0.9
-"""Most calls for one attention, and largest fraction of all keys that they may read, to be faster than a mask."""
+"""Maximum number of calls for one attention, and maximum fraction of all keys that they read.
+
+With more, the calls are slower than one attention with a mask tensor.
+"""
 
 MaskStructure = MaskWindow | tuple[QueryRun, ...]
-"""Mask structure: a sliding window, or runs of queries."""
+"""Structure of a mask: a sliding window, or runs of consecutive queries (`QueryRun`)."""
 
 _COMPARED: Mapping[str, tuple[str, str]] = {
     "le": ("", "right"), "lt": ("", "left"), "ge": ("left", ""), "gt": ("right", ""), "eq": ("left", "right"),
@@ -46,7 +49,7 @@ class KeyRanges(NamedTuple):
     keys: int
 
     def also(self, other: KeyRanges) -> KeyRanges:
-        """Return the intersection with the key ranges of another mask."""
+        """Return the intersection of these key ranges with those of another mask."""
         return KeyRanges(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
 
     def equal_for_samples(self) -> tuple[Tensor, Tensor] | None:
@@ -73,7 +76,7 @@ class KeyRanges(NamedTuple):
         return runs
 
     def band(self) -> MaskWindow | None:
-        """Return the sliding window with these key ranges; None if there is none, or if samples differ."""
+        """Return the sliding window with these key ranges; None if there is no such window or samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return None
@@ -168,7 +171,7 @@ class KeyRangeEvaluator:
 
     @torch.no_grad()
     def made(self, node: fx.Node) -> Any:
-        """Return the value of a node as a tensor or as key ranges, None if it can be computed as neither."""
+        """Return the value of a node as a tensor or as key ranges; None if neither can be computed."""
         todo = [node]
         while todo:
             current = todo[-1]
@@ -249,7 +252,7 @@ def _compared(name: str, one: Any, other: Any) -> KeyRanges | None:
 
 
 def _apply_to_ranges(name: str, args: Any, dims: int) -> KeyRanges | None:
-    """Return the key ranges of the mask that an operator computes from key ranges; None if it has none."""
+    """Return the key ranges of the mask that an operator computes from key ranges; None if there are none."""
     intervals = args[0] if isinstance(args[0], KeyRanges) else None
     if name in _AND:
         keys = next(part.keys for part in args if isinstance(part, KeyRanges))

@@ -18,7 +18,10 @@ from torch import Tensor
 from autopart.ir.mask_structure import ROWS, MaskWindow, QueryRun
 
 _SMALLEST_BLOCK = 64
-"""Least number of queries in a block of window attention. With fewer, the calls cost more than the skipped keys."""
+"""Minimum number of queries in a block of window attention.
+
+With fewer, calls cost more than skipped keys.
+"""
 
 
 def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
@@ -56,7 +59,7 @@ def _distinct(mask: Tensor) -> Tensor:
 
 
 def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two boolean tensors: the attended pairs, and whether all other pairs are masked out.
+    """Return two boolean tensors: the attended pairs, and True if all other pairs are masked out.
 
     The second tensor is a scalar. It is False if the mask adds a finite bias to a score.
     """
@@ -124,12 +127,12 @@ def window_attention(
 
 
 def runs_of(numbers: Sequence[int]) -> list[QueryRun]:
-    """Return the `QueryRun`s whose fields are concatenated in one flat list of numbers."""
+    """Convert a flat list of numbers, the fields of several `QueryRun`s in turn, to these objects."""
     return [QueryRun(*fields) for fields in zip(*[iter(numbers)] * len(QueryRun._fields), strict=True)]
 
 
 def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[QueryRun], **options: Any) -> Tensor:
-    """Compute attention for one run of queries (`QueryRun`) at a time.
+    """Compute attention run by run. A run (`QueryRun`) is a group of consecutive queries.
 
     If no kernel supports the mask structure of a run, the run is computed in blocks of queries, each with a mask.
     """
@@ -151,7 +154,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, run: QueryRun, options: M
     if run.is_causal:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, **options)
     if not hides_first and run.end + run.queries - 1 == run.high and query.is_cuda and query.dtype.itemsize == 2:
-        from torch.nn.attention.bias import causal_lower_right  # a late import, because it loads the compiler
+        from torch.nn.attention.bias import causal_lower_right  # imported late, because this loads the compiler
 
         bias = causal_lower_right(run.queries, number)
         return F.scaled_dot_product_attention(query, keys, values, bias, **options)

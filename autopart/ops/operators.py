@@ -224,7 +224,7 @@ def _define_operators() -> torch.library.Library:
     return library
 
 
-LIBRARY = _define_operators()  # torch unregisters the operators when this object dies
+LIBRARY = _define_operators()  # keep this object: torch unregisters the operators when it is freed
 
 autopart_ops = torch.ops.autopart
 """The operators. Import them from this file, so that they are registered."""

@@ -1,4 +1,4 @@
-"""Random numbers that a rank draws after seeding torch's generator temporarily."""
+"""Random numbers that a rank draws while torch's generator has a temporary seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 2**17
-"""Number of mask elements that are drawn at a time, few enough for a core's cache."""
+"""Number of mask elements that are drawn at a time: they fit into a core's cache."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Attention masks of a stage graph: find the calls that read them; replace masks by known structure.
+"""Attention masks of a stage graph: the calls that read them, and their replacement by mask structure.
 
 A traced model builds its masks as tensors, even a causal one. The structure of a mask (causal, sliding window) depends
 on the values of a call, for example padding. So a stage graph keeps its mask tensors. At each call, the runtime finds
@@ -89,12 +89,12 @@ def is_ring(node: fx.Node) -> bool:
 
 
 def _is_any_attention(node: fx.Node) -> bool:
-    """Return True for any operator whose lowering depends on the mask structure or on the device."""
+    """Return True for any attention operator that is rewritten for the mask structure or the device."""
     return is_attention(node) or is_ring(node) or node.target is autopart_ops.attention_runs.default
 
 
 def _masks_scores(node: fx.Node) -> bool:
-    """Return True for a `where` that writes the lowest number of the dtype into masked scores."""
+    """Return True for a `where` that replaces masked scores by the lowest number of the dtype."""
     if node.target is not torch.ops.aten.where.ScalarOther or len(shape(node)) < 2:
         return False
     return bool(value(node).is_floating_point() and node.args[2] <= torch.finfo(value(node).dtype).min / 2)
@@ -163,7 +163,10 @@ def with_mask_structure(
 
 
 def as_traced(program: Program) -> Program:
-    """Rewrite a program in place for the mask structure of the traced call (`passes/facts/mask_facts.py`)."""
+    """Rewrite a program in place for the mask structure that was found for the traced call.
+
+    `passes/facts/mask_facts.py` finds the structure.
+    """
     stages = []
     for stage in program.stages:
         bands = {mask: _structure_of_fullest_rank(mask, program.mesh, calls) for mask, calls in masks_of(stage).items()}
@@ -220,7 +223,7 @@ def _apply_structure(
 
 
 def _rewrite_call(call: fx.Node, band: MaskStructure) -> None:
-    """Rewrite one call to use the mask structure instead of its mask.
+    """Rewrite one attention call to use the mask structure instead of its mask.
 
     The call keeps its mask if computing the window in blocks is not cheaper, or if no kernel supports the structure.
     """
@@ -343,7 +346,7 @@ def _view(call: fx.Node, target: Callable[..., Any], node: fx.Node, *arguments: 
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a node without users, then those of its input views that have no other user."""
+    """Erase a node without users. Then erase its input views that have no user left."""
     if node.op == "call_function" and not node.users:
         source = node.args[0]
         node.graph.erase_node(node)
@@ -351,7 +354,7 @@ def _erase(node: fx.Node) -> None:
 
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:
-    """Return a copy of a stage's prologue with only the outputs for which `is_read` is True.
+    """Return a copy of a stage's prologue that has only the outputs whose entry in `is_read` is True.
 
     The prologue is the graph that computes the inputs of a stage from the inputs of the model.
     """

@@ -1,4 +1,4 @@
-"""Search for recomputation, ZeRO sharding and stage of each block (`autopart.search_blocks`)."""
+"""Search for the best recomputation, ZeRO sharding and stage of each block (`autopart.search_blocks`)."""
 
 from autopart.extras.block_search.choose_blocks import BlockSearch, search_blocks
 

@@ -34,7 +34,7 @@ SCHEDULES = (None, "gpipe", "1f1b")
 
 
 class BlockOption(NamedTuple):
-    """Option for one block: its recomputation mode, and whether its matrices are sharded (ZeRO-3)."""
+    """Option for one block: its recomputation mode, and True if its matrices are sharded (ZeRO-3)."""
 
     recompute: RecomputeMode
     cut: bool
@@ -74,7 +74,7 @@ class BlockChoice:
 
 @dataclass(frozen=True, eq=False)
 class BlockProblem:
-    """Seconds and bytes of every block under every option, and of every stage without its blocks.
+    """Seconds and bytes of every block under every option, and of each stage without its blocks.
 
     Args:
         time_s: array [blocks, options]: seconds of forward and backward of a microbatch, with its share of
@@ -114,7 +114,7 @@ class BlockProblem:
 
     @property
     def kinds(self) -> np.ndarray:
-        """Array of shape [blocks] with equal numbers for blocks of equal costs.
+        """Array of shape [blocks] in which blocks of equal costs have equal numbers.
 
         The number is the index of the first block with these costs. For example, `[0, 1, 1, 0]` means that blocks 0 and
         3 have equal costs, and blocks 1 and 2.
@@ -162,7 +162,7 @@ class BlockProblem:
         return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
 
     def repaired(self, choice: BlockChoice) -> BlockChoice | None:
-        """Return a similar choice that is within the memory limit, None if there is none.
+        """Return a similar choice that is within the memory limit; None if no choice is.
 
         In a stage above the limit, blocks change one by one to the option that saves the most bytes per added second.
         """
@@ -215,7 +215,7 @@ class Blocks:
         ]
         self.options = tuple(
             BlockOption(word, cut) for word in words for cut in cuts
-        )  # options that change nothing are left out
+        )  # without modes that recompute nothing
         self._all, self._first = _joined(tables)
         self.priced = TableCost(self._all, replace(setting, zero=3), hardware)
 
@@ -226,7 +226,8 @@ class Blocks:
             [self._cost_of(self._order(option, block)) for option in self.options] for block in range(len(self.blocks))
         ]
         blocks = np.array(priced)
-        for i, outside in enumerate(self._outside()[1:-1]):  # operators between two blocks count to the first
+        # Operators between two blocks are counted with the first block.
+        for i, outside in enumerate(self._outside()[1:-1]):
             blocks[i] += self._cost_of(outside)
         times, states, kept, temporary = np.moveaxis(blocks, 2, 0)
         first, last = self._outside()[0], self._outside()[-1]
@@ -304,7 +305,7 @@ class Blocks:
     def _hidden(self, rows: np.ndarray) -> float:
         """Return the seconds of ZeRO's collectives that overlap with the compute of these operators.
 
-        The collectives of the first block of a stage overlap with nothing.
+        The collectives of the first block of a stage cannot overlap.
         """
         number, stores = len(self.blocks) / self.setting.mesh.size("pp"), self.priced.gathers_or_scatters
         hidden = 0.0

@@ -1,4 +1,4 @@
-"""Choice of recomputation, weight sharding and stage boundaries, block by block (`search_blocks`)."""
+"""Choice of recomputation, weight sharding and stage boundaries for each block (`search_blocks`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class BlockSearch:
     """Result of `search_blocks`, with the simulated step of the choice.
 
     The simulation uses the cost tables of the search. `autopart.plan` counts costs again, so its prediction can differ
-    slightly. `found`: the result of the search method.
+    slightly.
+
+    Attributes:
+        found: the result of the search method.
     """
 
     blocks: Blocks = field(repr=False)
@@ -121,7 +124,7 @@ def search_blocks(
     seed: int = 0,
     budget: int | None = None,
 ) -> BlockSearch:
-    """Find the fastest step that fits into memory, block by block.
+    """Find the fastest training step that fits into memory, with separate options for each block.
 
     The search chooses for each repeated block what the block recomputes, and whether its weights are sharded over `dp`.
     It also chooses the blocks with which pipeline stages begin.
@@ -164,11 +167,11 @@ def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: b
 
 
 def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
-    """Return the schedule of a search.
+    """Return the schedule of a search, with defaults for values that are None.
 
     If `schedule` is None, it is 1F1B. If `microbatches` is None, it is 1 without pipeline stages, else the largest
-    number that divides the batch, up to four per stage. Raises OptionError if the batch does not divide into the
-    microbatches.
+    number that divides the batch, up to four per stage. Raises OptionError if the number of microbatches does not
+    divide the batch.
     """
     dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):

@@ -1,4 +1,4 @@
-"""Dynamic and integer programming for a `BlockProblem`."""
+"""Exact methods for a `BlockProblem`: dynamic programming and integer programming."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
         The choice (None if nothing fits), the number of nodes that HiGHS explored, and its lower bound.
     """
     counts, bound_s, nodes = _Counts(problem), 0.0, 0
-    for limit in (1.0, 1 - 1e-6, 1 - 1e-5):  # the solver's tolerance may violate the first limit
+    # Within the solver's tolerance, a solution may exceed the limit: lower it and solve again.
+    for limit in (1.0, 1 - 1e-6, 1 - 1e-5):
         solution = counts.solved(limit, budget)
         nodes += int(solution.mip_node_count or 0)
         if limit == 1.0:
@@ -226,7 +227,7 @@ class _Counts:
                 used = self.used[stage, run, option]
                 yield [(column, 1.0), (used, -float(self.lengths[run]))], -free, 0
                 yield [(extra, 1.0), (used, -temporary[run, option])], 0, free
-            for run in range(len(self.runs) - 1):  # a run begins after the run before it has ended
+            for run in range(len(self.runs) - 1):  # a run begins only after the previous run has ended
                 done, now, after = self.done[stage, run], self.n[: stage + 1, run], self.n[: stage + 1, run + 1]
                 yield [*((column, 1.0) for column in now.ravel()), (done, -float(self.lengths[run]))], 0, free
                 yield [*((column, 1.0) for column in after.ravel()), (done, -float(self.lengths[run + 1]))], -free, 0

@@ -12,7 +12,7 @@ from torch.nn import functional
 from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 EXCESS = 4.0
-"""Penalty for memory beyond the limit, in step times per limit exceeded."""
+"""Penalty for memory above the limit: step times that are added per limit by which it is exceeded."""
 
 
 class Best:
@@ -48,7 +48,7 @@ class Best:
 # Evolution strategies
 
 POPULATION, SPREAD, RATE = 64, 0.1, 0.1
-"""Choices per step, half of them mirrored; the standard deviation of the noise; the step size."""
+"""Choices per step (half of them mirrored), standard deviation of the noise, and step size."""
 
 
 def evolution_strategies(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:

@@ -27,8 +27,11 @@ _KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in pla
 class Calibration:
     """Result of `calibrate`. Print it for a table of predictions and measurements.
 
-    `profile`: content of the profile's file, each number with its unit and source. `device`: the measured device.
-    `measured`: every measurement. `hardware`: the profile as an object.
+    Attributes:
+        profile: content of the profile's file, each number with its unit and source.
+        device: the measured device.
+        measured: every measurement.
+        hardware: the profile as an object.
     """
 
     profile: Mapping[str, Any]
@@ -128,7 +131,8 @@ def calibrate(
     shown = progress and os.environ.get("RANK", "0") == "0"
 
     def bar(tasks: list[Any]) -> Any:
-        return tqdm(tasks, desc="measuring", disable=None if shown else True)  # None: where it is not a terminal
+        # None: no bar if stderr is not a terminal.
+        return tqdm(tasks, desc="measuring", disable=None if shown else True)
 
     device, measured = read_measurements(of) if of is not None else measure(quick, bar)
     if raw is not None and device.rank == 0:

@@ -17,7 +17,7 @@ from autopart.extras.calibrate import gpu_fit
 from autopart.extras.calibrate.measurement import LINKS, Device, Measured
 
 _SHORTEST_S = 1e-9
-"""Latency in seconds if a fit finds none."""
+"""Latency in seconds that is assumed if a fit gives no positive latency."""
 
 _OF_FLOPS = "[FLOPs of one matrix product, share of the dense peak]"
 _OF_BYTES = "[bytes that an operator reads and writes, share of memory_bytes_per_s]"

@@ -27,13 +27,13 @@ SKINNY = (8, 16, 32, 64, 128, 256)
 ODD = (1000, 2047, 2050, 3000, 3002, 4095, 4097, 4100, 4104, 4160, 5000, 5004, 7168)
 VOCABULARIES = (30522, 32000, 50257, 50304, 128256)
 MOST_FLOPS = 2e13
-"""Largest product to measure. Larger ones take as long as all others together."""
+"""FLOPs of the largest product to measure. Larger ones would take as long as all others together."""
 
 BYTES_PER_FLOP = 1e-3
 """Bytes of elementwise operators per FLOP of products, as in eager steps of GPT-2 and Llama: a third of their time."""
 
 HELD_OUT = 3
-"""One in this many measurements is held out of every fit."""
+"""One of this many measurements is not used by any fit, to estimate the prediction error."""
 
 WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL, DROPPED = "weight gradient", "input gradient", "causal", "dropped"
 

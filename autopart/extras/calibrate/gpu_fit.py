@@ -24,18 +24,18 @@ POINTS_PER_DECADE = 2
 """Points of the efficiency curve per decade of FLOPs."""
 
 MOST_TRAFFIC = 0.5
-"""Products whose memory traffic takes a larger share of their time are left out of the fit of matrix rates."""
+"""Maximum share of memory traffic in the time of a product that is used to fit matrix rates."""
 
 LARGE = 1e10
-"""FLOPs above which a product dominates its overheads, so that the effect of its inner dim shows."""
+"""FLOPs above which overheads are small, so that the effect of a product's inner dim can be fitted."""
 
 BY_GRADIENT = "weight gradient"
 
 IN_ORDER = ("cast", "scaled", "added")
-"""Forms of calls that are pointwise on contiguous tensors."""
+"""Names (`Measured.form`) of calls that are pointwise on contiguous tensors."""
 
 MANY_BYTES = 5e7
-"""Bytes of parameters whose update takes longer than the host's work and the launch of its kernels."""
+"""Bytes of parameters above which an update takes longer than the CPU needs to launch its kernels."""
 
 
 def is_in_order(row: Measured) -> bool:

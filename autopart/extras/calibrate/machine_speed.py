@@ -46,22 +46,25 @@ _GROUPS = {"link": "tp", "node_link": "dp"}  # {kind of link: axis of the mesh f
 
 @dataclass(frozen=True)
 class Effort:
-    """Sizes to measure, and durations of measurements."""
+    """Settings of a calibration: the sizes to measure, and the durations of measurements."""
 
     widths: tuple[int, ...]
     """Widths of square products. Tall, wide and deep products have equal FLOPs."""
     tensor_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
     kept_bytes: int
-    """Bytes that a chain of operators writes before it frees anything, as the forward of a training step does."""
+    """Bytes that a chain of operators writes before it frees its results, as the forward of a step does."""
     run_s: float
-    """Duration of one repeated call. A millisecond on a GPU: after that its power limit lowers the clock, but in a step
-    products alternate with operators that use less power."""
+    """Duration of one repeated call.
+
+    It is a millisecond on a GPU: after that its power limit lowers the clock, but in a step products alternate with
+    operators that use less power.
+    """
     rounds: int
     repeats: int
-    """Repetitions of a collective in a round."""
+    """Number of repetitions of a collective in a round."""
     is_of_gpus: bool = False
-    """Also measure the calls of `gpu_calls`."""
+    """True to also measure the calls of `gpu_calls`."""
 
     @staticmethod
     def of(quick: bool, on_gpu: bool) -> Effort:
@@ -165,7 +168,7 @@ class Bench:
             dist.barrier(group=self.process.host_group)
 
     def wait(self) -> None:
-        """Wait for all kernels on a GPU."""
+        """Wait until a GPU has run all launched kernels."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LINKS = ("link", "node_link")
-"""Links between ranks of one node, and between nodes."""
+"""Kinds of links: between ranks of one node, and between nodes."""
 
 ISSUE = "issue"
-"""Host time per call. The host runs ahead of a GPU, so no profile predicts it."""
+"""Kind of a measurement of CPU time per call.
+
+The CPU launches kernels ahead of the GPU, so this time is not predicted.
+"""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,6 @@ def parse(value: Any) -> DpSync:
 
 def make_sync(process: Process) -> DataSync:
     """Create the data-parallel synchronisation of one module on this rank."""
-    from autopart.extras.dp_sync.data_sync import DataSync  # not for a plan
+    from autopart.extras.dp_sync.data_sync import DataSync  # imported late, because a plan does not need it
 
     return DataSync(process)

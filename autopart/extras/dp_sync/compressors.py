@@ -18,12 +18,12 @@ from autopart.extras.dp_sync.method_costs import sent_bytes, sent_elements
 from autopart.extras.dp_sync.sync_options import Method
 
 Draw = Callable[[int], Tensor]
-"""Function of a count that returns random numbers from [0, 1), float64."""
+"""Function that returns a given number of random numbers from [0, 1), as float64."""
 
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Lossy or lossless encoding of vectors of length d."""
+    """Encoding of vectors of length d as bytes, lossy or lossless."""
 
     method: Method
 
@@ -112,7 +112,7 @@ class Qsgd(Compressor):
 
 @dataclass(frozen=True)
 class RepeatedCompressor(Compressor):
-    """Compress a vector, then repeatedly compress what the compressions so far have lost.
+    """Compress a vector, then repeatedly compress the remaining difference to the vector.
 
     There are `rounds` compressions (Huang et al. 2022, arXiv:2206.03665, section 4).
     """

@@ -141,7 +141,7 @@ class DataSync(GradientSync):
                 )
         return None
 
-    @on_local_values  # also at the end of a backward of the user
+    @on_local_values  # called also at the end of a backward that the user starts
     @torch.no_grad()
     def reduce_by_method(self, loss_scale: float = 1.0) -> None:
         if self.wire is None:
@@ -210,7 +210,7 @@ class DataSync(GradientSync):
         return synchronised(method, [parts], [self.state], self.wire, draws)[0]
 
     def _powersgd(self, method: Method) -> tuple[Any, Hook]:
-        """Return the state and hook of torch's PowerSGD, which needs at least two uncompressed steps at first."""
+        """Return the state and hook of torch's PowerSGD. Its first steps (at least two) are uncompressed."""
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         assert self.wire is not None
@@ -222,7 +222,7 @@ class DataSync(GradientSync):
         return self.powersgd[method.rank], powerSGD_hook.powerSGD_hook
 
     def _buckets(self) -> list[tuple[Method, Sequence[str]]]:
-        """Return the parameters whose gradients are synchronised together: (method, names) of each bucket.
+        """Return buckets of parameters whose gradients are synchronised together, as (method, names).
 
         A bucket has one method and one dtype. A parameter without a gradient is included if it has state; its gradient
         is zero. A hook gets all parameters at once, the last parameter first, as in DDP.
@@ -238,7 +238,7 @@ class DataSync(GradientSync):
         return buckets
 
     def served(self) -> set[str]:
-        """Return the parameters for which this rank is the server that sums and sends gradients."""
+        """Return the parameters for which this rank is the server: it sums their gradients and sends the sums."""
         if self.wire is None:
             return set()
         parameters, names = self._parameters_with_method(), set[str]()

@@ -125,7 +125,7 @@ def run_hook(
         num_ranks: data-parallel size.
     """
     new_gradients: dict[str, Tensor] = {}
-    for bucket in buckets:  # torch's own hooks cannot view a matrix of no elements
+    for bucket in buckets:  # torch's own hooks cannot view an empty matrix
         new_gradients |= {name: gradient for name, gradient in bucket.items() if not gradient.numel()}
     filled = [{name: gradient for name, gradient in bucket.items() if gradient.numel()} for bucket in buckets]
     buckets = [bucket for bucket in filled if bucket]

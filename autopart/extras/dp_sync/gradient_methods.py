@@ -1,4 +1,4 @@
-"""Methods that change gradients only: every data rank ends with bitwise identical gradients.
+"""Methods that change only gradients: afterwards every data rank has bitwise identical gradients.
 
 A method gets the partial gradient of each rank and returns the sum over ranks; `"all_reduce"` returns the exact sum.
 The papers instead use the mean gradient of a rank's own samples, which is n times the partial gradient on n ranks, and
@@ -115,7 +115,7 @@ def _sum_decoded(
     sums_of_rows: dict[int, dict[str, Tensor]] = {}
     sums = []
     for rows, of in zip(received, like, strict=True):
-        if id(rows) not in sums_of_rows:  # `Lists` gives all ranks the same object
+        if id(rows) not in sums_of_rows:  # `ListTransport` returns one object to all ranks
             sizes = [compressor.size_bytes(gradient) for gradient in of.values()]
             split = [row.split(sizes) for row in rows]
             sums_of_rows[id(rows)] = {
@@ -162,9 +162,10 @@ def _ef21(
 
 
 def servers(method: Method, sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Return {parameter: rank that is its server}. Each parameter is assigned to the least loaded rank.
+    """Return {parameter: rank that is its server}. A parameter is assigned to the least loaded rank.
 
-    For `"parameter_server"` the first rank serves all parameters.
+    A server sums the gradients of its parameters and sends the sums. For `"parameter_server"` the first rank serves all
+    parameters.
     """
     if method.name == "parameter_server":
         return dict.fromkeys(sizes, 0)

@@ -29,13 +29,13 @@ OWN = {
     "gossip": ("replica",), "local": ("replica",), "diloco": ("replica",),
     "exact_diffusion": ("replica", "adapted"), "gradient_tracking": ("replica", "tracked", "before"),
 }  # fmt: skip
-"""{method: state of a parameter that differs between data ranks}."""
+"""{method: kinds of its state that differ between data ranks}."""
 
 ALIKE = {"ef21": ("sum",), "ef21_sgdm": ("sum",), "diloco": ("anchor", "velocity")}
-"""{method: state of a parameter that is replicated over the data ranks}."""
+"""{method: kinds of its state that are replicated over the data ranks}."""
 
 SERVED = {"double_squeeze": ("server_error",), "neolithic": ("server_error",)}
-"""{method: state of a parameter that only its server has}."""
+"""{method: kinds of its state that only the server of a parameter has}."""
 
 COUNTS = ("steps", "updates", "data_ranks")
 

@@ -1,4 +1,4 @@
-"""Checks that parameter storage and programs support the `dp_sync` methods."""
+"""Checks that `dp_sync` methods support the program and the layouts of its parameters."""
 
 from __future__ import annotations
 

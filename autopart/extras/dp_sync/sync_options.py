@@ -1,4 +1,4 @@
-"""Methods of data-parallel communication, for all parameters or by name.
+"""The option `dp_sync=`: methods of data-parallel communication, for all parameters or by name.
 
 ```python
 dp_sync = "all_reduce"  # the sum of all gradients: the default
@@ -37,15 +37,18 @@ if TYPE_CHECKING:
     from autopart.ir.trace import Trace
 
 GRAPHS = ("ring", "grid", "exp", "one_peer", "complete")
-"""Communication graphs of gossip: neighbours on a ring, neighbours on a grid, ranks a power of two away, one of these
-per step (Ying et al. 2021, arXiv:2110.13363), all ranks."""
+"""Names of the communication graphs of gossip.
+
+In order, a rank exchanges with its neighbours on a ring, its neighbours on a grid, ranks a power of two away, one of
+these per step (Ying et al. 2021, arXiv:2110.13363), or all ranks.
+"""
 
 FORM = "dp_sync='top_k:0.01', or {'strategy': 'top_k', 'ratio': 0.01, 'only': {'*.bias': 'all_reduce'}}"
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a method: whether it changes gradients or models, and its parameters in order.
+    """Specification of a `dp_sync` method: it changes gradients or models, and has these parameters.
 
     `takes`: {parameter: default value}. None marks a required parameter.
     """
@@ -71,13 +74,16 @@ METHODS: dict[str, MethodSpec] = {
     "local": MethodSpec("models", {"every": None}),
     "diloco": MethodSpec("models", {"every": None, "outer_lr": 0.7, "outer_momentum": 0.9}),
 }
-"""All methods. PSGD: all_reduce, parameter_server. QSGD: Alistarh et al. 2017 (arXiv:1610.02132). top_k, sign: error
-feedback, MEM-SGD (Stich et al. 2018, arXiv:1809.07599). DoubleSqueeze: Tang et al. 2019 (arXiv:1905.05957). EF21:
-Richtarik et al. 2021 (arXiv:2106.05203), with momentum Fatkhullin et al. 2023 (arXiv:2305.15155). NEOLITHIC: Huang et
-al. 2022 (arXiv:2206.03665). PowerSGD: Vogels et al. 2019 (arXiv:1905.13727). Gossip: decentralized SGD, Lian et al.
-2017 (arXiv:1705.09056), with a global average `every` so many steps Chen et al. 2021 (arXiv:2105.09080). Exact
-diffusion: Yuan et al. 2019 (arXiv:1702.05122). Gradient tracking: Nedic et al. 2017 (arXiv:1607.03218). Local SGD:
-Stich 2019 (arXiv:1805.09767). DiLoCo: Douillard et al. 2023 (arXiv:2311.08105)."""
+"""All `dp_sync` methods.
+
+PSGD: all_reduce, parameter_server. QSGD: Alistarh et al. 2017 (arXiv:1610.02132). top_k, sign: error feedback, MEM-SGD
+(Stich et al. 2018, arXiv:1809.07599). DoubleSqueeze: Tang et al. 2019 (arXiv:1905.05957). EF21: Richtarik et al. 2021
+(arXiv:2106.05203), with momentum Fatkhullin et al. 2023 (arXiv:2305.15155). NEOLITHIC: Huang et al. 2022
+(arXiv:2206.03665). PowerSGD: Vogels et al. 2019 (arXiv:1905.13727). Gossip: decentralized SGD, Lian et al. 2017
+(arXiv:1705.09056), with a global average `every` so many steps Chen et al. 2021 (arXiv:2105.09080). Exact diffusion:
+Yuan et al. 2019 (arXiv:1702.05122). Gradient tracking: Nedic et al. 2017 (arXiv:1607.03218). Local SGD: Stich 2019
+(arXiv:1805.09767). DiLoCo: Douillard et al. 2023 (arXiv:2311.08105).
+"""
 
 COMPRESSORS = ("top_k", "sign", "qsgd")
 """Compressors of `double_squeeze`."""
@@ -121,7 +127,7 @@ class Method:
 
     @property
     def changes(self) -> str:
-        """`"gradients"` or `"models"`."""
+        """The tensors that the method changes: `"gradients"` or `"models"`."""
         return "gradients" if self == HOOK else METHODS[self.name].changes
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
@@ -217,7 +223,7 @@ def _checked(name: str, key: str, value: Any) -> Any:
 
 
 def _read(kind: type, value: Any) -> Any:
-    """Convert a user's value to a number of this type, None if it is not one."""
+    """Convert a user's value to a number of this type; None if the value is not such a number."""
     if isinstance(value, str):
         value = value.removesuffix("bit") if kind is int else value
         value = {"true": True, "false": False}.get(value.lower(), value)
@@ -305,7 +311,7 @@ class DpSync:
         return self.method.changes == "models"
 
     def axis(self, mesh: Mesh) -> str:
-        """Return the mesh axis that the method communicates over, "" if there are no data ranks.
+        """Return the mesh axis over which the method communicates; "" if there are no data ranks.
 
         Raises OptionError if `across` needs an axis that the mesh lacks.
         """
@@ -325,7 +331,7 @@ class DpSync:
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
         """Raise OptionError for a pattern without a match, or for storage that a method does not support."""
-        from autopart.extras.dp_sync.sync_checks import check_storage  # imports torch
+        from autopart.extras.dp_sync.sync_checks import check_storage  # imported late, because it imports torch
 
         self.check_names(trace.parameters)
         check_storage(self, trace, decisions)

@@ -20,7 +20,7 @@ Weights = Sequence[tuple[int, float]]
 
 
 class SyncTransport(Protocol):
-    """Transport between the `num_ranks` data ranks of a method.
+    """Transport of messages between the `num_ranks` data ranks of a method.
 
     `here`: the ranks that run in this process, the local ranks. All methods of this class are collective. They take and
     return lists with one entry per local rank.

@@ -162,9 +162,9 @@ def _with_sharded_output(roles: Mapping[str, str]) -> set[str]:
 
 
 def _block(path: str) -> str:
-    """Return the path of the innermost numbered block that contains a module.
+    """Return the path of the innermost numbered block that contains a module: `model.layers.3`.
 
-    For example, `model.layers.3` contains `model.layers.3.mlp.up_proj`.
+    For example, this block contains `model.layers.3.mlp.up_proj`.
     """
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
@@ -245,10 +245,7 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 
 def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
-    """Return name patterns of modules whose parameters are replicated and whose inputs are sharded.
-
-    An example is a norm of each head.
-    """
+    """Return name patterns of modules with replicated parameters and sharded inputs (a norm per head)."""
     patterns: dict[str, None] = {}
     for path, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]

@@ -22,6 +22,7 @@ __all__ = ["check_program", "make_batches"]
 
 def make_batches(schedule: str, process: Process, parameters: Mapping[str, Tensor]) -> InFlight:
     """Create the state of the schedule, which runs the steps. At first, no batch is in flight."""
-    from autopart.extras.pipedream_2bw.batches_in_flight import InFlight  # not for a plan
+    # Imported late, because a plan does not need it.
+    from autopart.extras.pipedream_2bw.batches_in_flight import InFlight
 
     return InFlight(schedule, process, parameters)

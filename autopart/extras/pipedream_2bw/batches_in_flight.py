@@ -65,7 +65,7 @@ class WeightVersions:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Copy the parameters into the other version, and make that version current."""
+        """Copy the parameters into the version that is not current, and make it the current one."""
         current, other = self.tensors[self.current], self.tensors[1 - self.current]
         for name, parameter in self.parameters.items():
             other[name].data.copy_(parameter.data)
@@ -75,7 +75,7 @@ class WeightVersions:
 
 
 class StageExchange:
-    """Sends and receives between neighbouring stages.
+    """Sends to and receives from the neighbouring pipeline stages.
 
     A rank waits for a receive as soon as it has started the receive. It waits for a send only after it has started the
     next send.
@@ -105,7 +105,8 @@ class StageExchange:
     def _begin(self, receives: Sequence[dist.P2POp]) -> list[dist.Work]:
         """Start the pending sends and these receives. Return the work objects of the receives.
 
-        Sends are waited for later. If the backend returns one work object for all transfers (NCCL), return that object.
+        Other methods wait for the sends later. If the backend returns one work object for all transfers (NCCL), the
+        result is that object.
         """
         sends, self.unsent = self.unsent, []
         works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
@@ -125,7 +126,7 @@ class StageExchange:
             value = torch.empty_like(like, device=process.wire)
             dist.recv(value, group=group, group_src=owner)
             return value.to(process.device)
-        for earlier, _ in self.broadcasts:  # of the last step: other ranks receive it after their backwards
+        for earlier, _ in self.broadcasts:  # sends of the last step, which other ranks receive after their backwards
             earlier.wait()
         self.broadcasts, sent = [], value.to(process.wire)
         for other in (pp for pp in range(process.mesh.size("pp")) if pp != owner):
@@ -145,7 +146,8 @@ class ExecutablePair:
         in_flight.versions.hold()
         self.in_flight, self.num_finished = in_flight, 0
         self.executables = [make(parameters=tensors) for tensors in in_flight.versions.tensors]
-        for executable in self.executables:  # torch's stages connect in their first step, while nothing else is sent
+        # Torch's stages connect in their first step, which must not overlap with other sends.
+        for executable in self.executables:
             pipeline_of(executable).run_on_indices()
 
     @property
@@ -208,9 +210,9 @@ class BatchInFlight:
 
 
 class InFlight(OverlappedBatches):
-    """State of "1f1b_2bw".
+    """State of the schedule "1f1b_2bw".
 
-    It has the batch in flight, and a finished batch whose gradients are not in `.grad` yet.
+    It has the batch in flight, and a finished batch whose gradients have not been added to `.grad` yet.
     """
 
     def __init__(self, schedule: str, process: Process, parameters: Mapping[str, Tensor]):
@@ -263,7 +265,7 @@ class InFlight(OverlappedBatches):
             raise
 
     def check_landed(self, what: str) -> None:
-        """Raise UsageError if a batch is in flight, or its gradients are not in `.grad` yet."""
+        """Raise UsageError if a batch is in flight, or if its gradients have not been added to `.grad` yet."""
         if self.batch is not None or self.finished is not None:
             raise UsageError(
                 f"{what} cannot run while a batch is in flight",
@@ -298,7 +300,8 @@ class InFlight(OverlappedBatches):
             )
         finishing, self.batch, self.is_broken = self.batch, None, True
         if finishing is not None:
-            finishing.loss_scale = loss_scale  # the whole last stage of this batch runs in this period
+            # This period has all forwards and backwards of the last stage for this batch.
+            finishing.loss_scale = loss_scale
         error = self._run(finishing, beginning, meet)
         if finishing is not None:
             finishing.finish(self.exchange)
@@ -316,9 +319,9 @@ class InFlight(OverlappedBatches):
     def _run(
         self, finishing: BatchInFlight | None, beginning: BatchInFlight | None, meet: Callable[[], None]
     ) -> AutopartError | None:
-        """Run one period of 1F1B: the end of batch `finishing` and the start of batch `beginning`.
+        """Run one period of the schedule: the end of batch `finishing`, and the start of batch `beginning`.
 
-        Returns the error that kept `beginning` from starting, or None.
+        Returns the error because of which `beginning` was not started, or None.
         """
         error: AutopartError | None = None
         num_warmup = self.process.mesh.size("pp") - 1 - self.process.pp
