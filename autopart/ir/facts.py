@@ -102,6 +102,7 @@ class Facts(TypedDict, total=False):
     sections: dict[int, set[Sections]]  # by dim, the sections that a later view or split needs
     offered: dict[int, set[Sections]]  # by dim, the sections that an earlier `cat` concatenated
     rows: set[int]  # of an input-independent tensor: the dims that are used as the batch
+    first_dim_is_data: bool  # of an input: its first dim has the batch's size, and is another dim
     zigzag: bool  # the sequence is sharded in zigzag, because of causal attention
     other_positions: frozenset[str]  # factors of its rule that are not a sequence, if the user names sequence dims
     for_buffers: bool  # it only computes new values of buffers

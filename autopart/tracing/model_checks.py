@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from autopart.compat.export_internals import initialize_lazy
+from autopart.compat.torch_internals import has_values
 from autopart.errors import InputError, Refusal, TraceError
 from autopart.ir.trace import Call
 
@@ -74,6 +75,24 @@ def check_model(model: Any) -> None:
             )  # fmt: skip
         if _is_lazy(module):
             raise _lazy(model, path, "their shapes come with its first call, and this one does not call it")
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not tensor.is_meta and not has_values(tensor):
+                raise TraceError(
+                    f"'{f'{path}.{name}'.lstrip('.')}' is a fake tensor, without values", refusal=Refusal.STATE,
+                    why="an earlier torch.export ran the forward, which stores this tensor in its first call; or the "
+                    "model was built under FakeTensorMode",
+                    hint="build the model again, and call it once before torch.export; on meta, plan() needs no memory",
+                )  # fmt: skip
+
+
+def check_no_new_parameters(model: nn.Module, names: Collection[str]) -> None:
+    """Raise TraceError if a forward has created parameters."""
+    for name in names:
+        raise TraceError(
+            f"forward() of {type(model).__name__} creates the parameter '{name}'", refusal=Refusal.STATE,
+            why="an optimizer and a plan need all parameters before the first call",
+            hint="create it in __init__; or call the model once before: with torch.no_grad(): model(...)",
+        )  # fmt: skip
 
 
 def check_hooks(model: nn.Module) -> None:

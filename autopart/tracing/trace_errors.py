@@ -64,8 +64,8 @@ _KINDS = (
           "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
     _KnownFailure(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",
           "the forward differentiates inside (autograd.grad, backward, torch.func), or reads a tensor that it made "
-          "before",
-          "the gradient outside of the model, or written as operations"),
+          "before, or that an earlier torch.export of the model left in a cache",
+          "the gradient outside of the model, or written as operations; after torch.export: a new process"),
     _KnownFailure(Refusal.STATE, r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
           "the tensor '{name}' is written and is not a buffer", "register_buffer('{name}', ...)"),
     _KnownFailure(Refusal.FUNCTION, r"Please convert all Tensors to FakeTensors first",

@@ -39,7 +39,13 @@ from autopart.tracing.dynamic.float_calls import ReadsFloat
 from autopart.tracing.dynamic.random_branches import random_branch_notes, with_random_branches
 from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
 from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
-from autopart.tracing.model_checks import check_hooks, check_model, check_not_empty, give_lazy_weights
+from autopart.tracing.model_checks import (
+    check_hooks,
+    check_model,
+    check_no_new_parameters,
+    check_not_empty,
+    give_lazy_weights,
+)
 from autopart.tracing.python.assigned_buffers import again_filled, check_caches, computed
 from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast, traceable
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH
@@ -161,6 +167,7 @@ def _traced(
 ) -> Trace:  # fmt: skip
     try:
         program = _export(entry, example)
+        check_no_new_parameters(users_model(model), entry.state.new_parameters)
         # The comparisons below need full traces, because blocks may repeat differently in each trace.
         if entry.state.drawn or entry.state.numbers:
             program = _exported(entry, example)

@@ -44,6 +44,7 @@ from autopart.ir.layout import Sections
 from autopart.ir.pattern import SELECTED, Pattern
 from autopart.ir.selection import is_data_dependent, is_selection, positions_of
 from autopart.ir.trace import Trace, batch_size
+from autopart.passes.facts.batch_dims import find_batch_dims, find_other_dims
 from autopart.passes.facts.find_blocks import BlockPosition, places
 from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules import pattern_for, rule_of
@@ -86,7 +87,7 @@ def annotate(trace: Trace) -> None:
         facts(node)["sections"], facts(node)["rows"] = {}, set()
     _note_dispatched(trace.graph)
     _write_atoms(trace.graph, batch)
-    while _find_rows(trace.graph):
+    while find_batch_dims(trace.graph) or find_other_dims(trace.graph, batch):
         _write_atoms(trace.graph, batch)
     updates = set(trace.buffer_updates.values())
     for node in reversed(trace.graph.nodes):
@@ -286,7 +287,12 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
         outputs = []
         for dims, v in zip(pattern.outputs, tuple_values(node), strict=True):
             atoms = [
-                tuple(atom for f in dim for atom in factors.get(f) or _new_atom(pattern.sizes[f], batch, fresh))
+                tuple(
+                    atom
+                    for f in dim
+                    for atom in factors.get(f)
+                    or _new_atom(pattern.sizes[f], batch, DATA_DIM if f in pattern.whole else fresh)
+                )
                 for dim in dims
             ]
             if is_selection(node):
@@ -350,50 +356,6 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
         facts(node)["atoms"] = known[key]
 
 
-def _find_rows(graph: fx.Graph) -> bool:
-    """Find the batch dims of tensors that the model creates without inputs, such as `zeros(8, 12)`.
-
-    A dim is a batch dim if a later operator combines it with another batch dim. The dim is then added to the fact
-    `rows` of the tensor. Returns True if a dim was added.
-    """
-    used: dict[fx.Node, set[int]] = {}
-    known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}
-    new = False
-    for node in reversed(graph.nodes):
-        pattern: Pattern | None = facts(node).get("pattern")
-        if node.op == "call_function" and not tensor_inputs(node) and used.get(node, set()) - facts(node)["rows"]:
-            facts(node)["rows"] |= used[node]
-            new = True
-        if pattern is None:
-            continue
-        sources = tensor_inputs(node)
-        key = (id(pattern), *[id(facts(source)["atoms"]) for source in sources])
-        if key not in known:
-            known[key] = _rows_and_data(node, pattern)
-        rows, data = known[key]
-        if node in used:
-            rows = rows | {f for i in used[node] for f in pattern.outputs[0][i]}
-        for position, i, factor in data:
-            if factor in rows:
-                used.setdefault(sources[position], set()).add(i)
-    return new
-
-
-def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
-    """Return the letters of the call's rule that name the batch, and input dims of kind `DATA_DIM`.
-
-    Each input dim is a tuple (index of the input, dim, letter).
-    """
-    rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
-    data = [
-        (position, i, dim[0])
-        for position, (dims, source) in enumerate(zip(pattern.inputs, tensor_inputs(node), strict=True))
-        for i, (dim, atoms) in enumerate(zip(dims, facts(source)["atoms"], strict=True))
-        if len(dim) == 1 and [a.kind for a in atoms] == [DATA_DIM]
-    ]
-    return rows, data
-
-
 def _has_batch(factors: dict[str, Atoms]) -> bool:
     return any(atom.kind == BATCH for atoms in factors.values() for atom in atoms)
 
@@ -424,6 +386,7 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
     atoms = []
     for i, size in enumerate(v.shape):
         rows = i == 0 and size == batch and batch > 1 and kind == DATA_DIM and inputs_batched
+        rows = rows and not facts(node).get("first_dim_is_data")
         atoms.append((Atom(size, BATCH if rows or i in facts(node)["rows"] else kind),))
     return tuple(atoms)
 

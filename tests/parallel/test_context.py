@@ -130,6 +130,28 @@ def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
         assert report.ok, report
 
 
+class Positioned(nn.Module):
+    """Attention with positions as an argument, or as a slice of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.slots = nn.Embedding(50, 8), nn.Embedding(32, 8)
+        self.qkv, self.table = nn.Linear(8, 24), nn.Parameter(torch.randn(32, 8))
+
+    def forward(self, ids, positions=None):
+        at = self.table[: ids.shape[1]] if positions is None else self.slots(positions)
+        q, k, v = self.qkv(self.embed(ids) + at).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["cp2", "dp2,cp2"])
+@pytest.mark.parametrize("batch", [{}, {"positions": torch.arange(4)}], ids=["sliced", "passed"])
+def test_a_sequence_can_be_as_long_as_the_batch(mesh, batch):
+    batch = {"ids": torch.randint(50, (4, 4)), **batch}
+    report = autopart.verify(Positioned(), mesh, example_kwargs=batch)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize(("made", "mesh", "text"), [
     (zoo.skip_mlp, "cp2", "cp=2 has nothing to shard\n"
      "  why    no matrix product of the model has a sequence dim: its inputs are x [8, 32], y [8, 32]\n"

@@ -206,3 +206,21 @@ def peak_of_a_step():
 def test_a_real_step_takes_what_is_counted():
     for found, counted in dist.run_ranks(peak_of_a_step, 2, timeout_s=120.0):
         assert 0.95 * found <= counted <= 1.15 * found
+
+
+class SlicedWeights(nn.Module):
+    """Slices of parameters: their lengths equal the batch size by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.weight, self.tokens = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x):
+        h = self.lin(x) @ self.weight[:8].T
+        return (torch.cat([self.tokens[:8].expand(len(x), 8, 8), h[:, None]], 1) @ self.weight[:8, :8]).square().mean()
+
+
+def test_a_slice_of_a_parameter_is_no_batch():
+    report = autopart.verify(SlicedWeights(), "dp2,pp2", example_args=(torch.randn(8, 8),), microbatches=2)
+    assert report.ok, report

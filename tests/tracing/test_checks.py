@@ -84,6 +84,41 @@ def test_a_check_of_plain_numbers_is_made():
         )
 
 
+class StoresTensors(nn.Module):
+    """Stores a buffer, or creates a parameter, in its first call."""
+
+    def __init__(self, as_parameter: bool):
+        super().__init__()
+        self.lin, self.as_parameter, self.scale = nn.Linear(8, 8), as_parameter, None
+        if not as_parameter:
+            del self.scale
+            self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None and self.as_parameter:
+            del self.scale
+            self.scale = nn.Parameter(torch.ones(8))
+        elif self.scale is None:
+            self.scale = torch.arange(8.0)
+        return (self.lin(x) * self.scale).mean()
+
+
+def test_tensors_that_another_trace_left_are_named():
+    model, x = StoresTensors(as_parameter=False), torch.randn(4, 8)
+    torch.export.export(model, (x,))
+    with pytest.raises(TraceError, match=r"'scale' is a fake tensor(.|\n)* call it once before torch.export"):
+        autopart.plan(model, "tp2", example_args=(x,))
+
+
+def test_a_parameter_that_forward_creates_is_named_and_removed():
+    model, x = StoresTensors(as_parameter=True), torch.randn(4, 8)
+    with pytest.raises(TraceError, match=r"creates the parameter 'scale'(.|\n)* call the model once before"):
+        autopart.plan(model, "tp2", example_args=(x,))
+    assert not dict(model.named_parameters()).keys() & {"scale"}
+    model(x)
+    assert autopart.verify(model, "tp2", example_args=(x,)).ok
+
+
 class Policy(nn.Module):
     """The loss of an actor: distributions check their arguments and what they are asked about."""
 

@@ -66,11 +66,14 @@ class PythonState:
         """Value with which the states of Python's and numpy's generators are filled; None leaves the states."""
         self.drawn = ""
         """Name of the generator that was drawn from last."""
+        self.new_parameters: list[str] = []
+        """Names of the parameters that the forward created."""
 
     def __enter__(self) -> PythonState:
         self.changed.clear()
         self.caches.__enter__()
         self._before = {name: _copied(vars(module)) for name, module in self.modules.items()}
+        self._parameters = {name: frozenset(module._parameters) for name, module in self.modules.items()}
         self._random = random.getstate(), np.random.get_state(legacy=False)
         self._own = OwnGenerators(self.modules.items())
         self._own_before = self._own.states()
@@ -91,8 +94,13 @@ class PythonState:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.new_parameters = []
         for name, module in self.modules.items():
             self._restore(name, module, self._before[name])
+            new = [key for key in module._parameters if key not in self._parameters[name]]
+            self.new_parameters += [
+                f"{name}.{key}".lstrip(".") for key in new if module._parameters.pop(key) is not None
+            ]
         self.caches.__exit__()
         now = {**_comparable(self._own), **random_state()}
         drawn = [name for name, before in self._started.items() if now[name] != before]
