@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import dist
@@ -295,6 +297,50 @@ def test_a_draw_from_a_generator_of_the_model_is_refused(kind: str, name: str) -
     assert caught.value.refusal is Refusal.RANDOM and f"{name} in its forward" in str(caught.value)
     assert "autopart.host_function" in str(caught.value)
     assert before == (model.rng.bit_generator.state, model.python.getstate(), GLOBAL.get_state()[1].tolist())
+
+
+def _closure(generator: np.random.Generator) -> Callable[[], float]:
+    return lambda: generator.random()
+
+
+class HiddenGenerator(TwoLayers):
+    """Noise from a generator that no module has as an attribute."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.run(x) * self.draw()).square().mean()
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.source = random.Random(0)
+
+    def draw(self) -> float:
+        return self.source.gauss(1.0, 0.1)
+
+
+HIDDEN = {
+    "closure": lambda: _closure(np.random.default_rng(0)),
+    "list": lambda: [np.random.RandomState(0)][0].rand,
+    "dict": lambda: partial(lambda held: held["noise"].normal(), {"noise": np.random.Generator(np.random.Philox(0))}),
+    "object": lambda: Sampler().draw,
+    "unseeded": lambda: lambda: np.random.default_rng().random(),
+    "system": lambda: random.SystemRandom().random,
+    "made": lambda: lambda: random.Random().random(),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("where", HIDDEN)
+def test_a_draw_from_a_hidden_generator_is_refused(where: str) -> None:
+    with pytest.raises(TraceError, match=r"draws random numbers from .* in its forward") as caught:
+        autopart.plan(
+            HiddenGenerator(HIDDEN[where]()).double(), "dp2", example_kwargs={"x": torch.randn(ROWS, 8).double()}
+        )
+    assert caught.value.refusal is Refusal.RANDOM
 
 
 class UnusedDraw(OwnGenerator):

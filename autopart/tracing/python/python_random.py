@@ -2,11 +2,13 @@
 
 `drawn_by_torch` draws them from torch's generator instead. The program then draws new numbers in every step, equal on
 all ranks. This covers the functions that return one uniform number, if they are called as attributes of their modules
-(`random.random()`). `OwnGenerators` finds generators of the model.
+(`random.random()`). `OwnGenerators` finds all other generators.
 """
 
 from __future__ import annotations
 
+import gc
+import pickle
 import random
 import sys
 from collections.abc import Iterable
@@ -42,49 +44,84 @@ def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
 
 
 class OwnGenerators:
-    """Random generators that a model creates.
+    """Random generators of the process, except the global ones of Python and numpy.
 
-    They are attributes of its modules, or globals of the files that define its classes.
-
-    >>> class Noisy(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.rng = np.random.default_rng(0)
-    >>> list(OwnGenerators([("", Noisy())]).generators)[0]
-    'self.rng'
+    A forward can hold its generator anywhere: in an attribute, a closure, a list or another object. So the garbage
+    collector lists all generators. It omits objects from before `gc.freeze()`, so attributes of the model, and globals
+    of the files that define its classes, are added.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
-        self.generators: dict[str, Any] = {}
-        files: dict[str, Any] = {}
-        for path, module in modules:
-            self._add(path or "self", vars(module))
-            for kind in type(module).__mro__:
-                if kind.__module__ in sys.modules and not kind.__module__.startswith("torch."):
-                    files[kind.__module__] = sys.modules[kind.__module__]
-        for name, file in files.items():
-            self._add(name, vars(file))
+    def __init__(self, model: nn.Module) -> None:
+        files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+        holders = [*model.modules(), *(sys.modules[name] for name in files if name in sys.modules)]
+        direct = [value for holder in holders for value in list(vars(holder).values()) if isinstance(value, _KINDS)]
+        objects = [*{id(one): one for one in (*gc.get_objects(), *direct)}.values()]
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _KINDS) and _has_state(kind)}
+        ignored = {id(random.random.__self__), id(np.random.rand.__self__)}  # type: ignore[attr-defined]
+        self.generators = [one for one in objects if type(one) in kinds and id(one) not in ignored]
 
-    def _add(self, owner: str, values: dict[str, Any]) -> None:
-        for name, value in list(values.items()):
-            if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
-                self.generators[f"{owner}.{name}"] = value
+    def states(self) -> dict[int, Any]:
+        """Return {number of a generator: its state}, as bytes: states contain arrays."""
+        return {place: pickle.dumps(_state(generator)) for place, generator in enumerate(self.generators)}
 
-    def states(self) -> dict[str, Any]:
-        """Return {name: state} of all generators."""
-        return {name: _state(generator) for name, generator in self.generators.items()}
+    def restore(self, states: dict[int, Any]) -> None:
+        """Restore the states of the generators that have drawn since `states()`."""
+        for place, state in states.items():
+            if pickle.dumps(_state(self.generators[place])) != state:
+                _set_state(self.generators[place], pickle.loads(state))
 
-    def restore(self, states: dict[str, Any]) -> None:
-        for name, state in states.items():
-            _set_state(self.generators[name], state)
-
-    def reseed(self, seed: int) -> None:
-        """Set the state of every generator to that of a new generator with this seed."""
-        for generator in self.generators.values():
+    def reseed(self, places: Iterable[int], seed: int) -> None:
+        """Set the states of these generators to those of new generators with this seed."""
+        for place in places:
+            generator = self.generators[place]
             if isinstance(generator, np.random.Generator):
                 _set_state(generator, type(generator.bit_generator)(seed).state)
+            elif isinstance(generator, random.Random):
+                _set_state(generator, random.Random(seed).getstate())
             else:
-                _set_state(generator, _state(type(generator)(seed)))
+                _set_state(generator, np.random.RandomState(seed).get_state(legacy=False))
+
+    def name_of(self, place: int, model: nn.Module) -> str:
+        """Return the name of a generator: the attribute or variable that holds it, if there is one."""
+        generator = self.generators[place]
+        paths = {id(vars(module)): f"{path or 'self'}." for path, module in model.named_modules()}
+        files = [vars(sys.modules[type(module).__module__]) for module in model.modules()]
+        holders = [*files, *(one for one in gc.get_referrers(generator) if isinstance(one, dict))]
+        names = [f"{paths.get(id(holder), '')}{name}" for holder in holders for name, value in holder.items()
+                 if value is generator and isinstance(name, str)]  # fmt: skip
+        kind = f"a {type(generator).__module__.partition('.')[0]} {type(generator).__name__}"
+        return min(names, key=lambda name: "." not in name, default=f"{kind} of its own")
+
+
+def _has_state(kind: type) -> bool:
+    return not issubclass(kind, random.Random) or kind.getstate is random.Random.getstate
+
+
+_KINDS = (np.random.Generator, np.random.RandomState, random.Random)
+
+
+class Entropy:
+    """Context manager that records if code reads random bytes of the operating system, as `default_rng()` does."""
+
+    def __enter__(self) -> Entropy:
+        self.is_read = False
+        read: Any = vars(random)["_urandom"]
+        seed = random.Random.seed
+
+        def bytes_of(size: int) -> bytes:
+            self.is_read = True
+            return bytes(read(size))
+
+        def seeded(generator: random.Random, a: Any = None, version: int = 2) -> None:
+            self.is_read |= a is None
+            seed(generator, a, version)
+
+        self._patches = attributes({(random, "_urandom"): bytes_of, (random.Random, "seed"): seeded})
+        self._patches.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patches.__exit__(None, None, None)
 
 
 def _state(generator: Any) -> Any:

@@ -6,7 +6,6 @@ call depends is rejected.
 
 from __future__ import annotations
 
-import pickle
 import random
 import types
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from autopart.ir.graph import operator_name
 from autopart.tracing.python.concrete_constants import ConcreteConstants, tensors_in
 from autopart.tracing.python.hidden_tensors import HiddenTensors
 from autopart.tracing.python.layer_settings import is_plain
-from autopart.tracing.python.python_random import OwnGenerators
+from autopart.tracing.python.python_random import Entropy, OwnGenerators
 from autopart.tracing.python.size_conditions import plain_sizes
 from autopart.tracing.with_loss import users_modules
 
@@ -56,7 +55,9 @@ class PythonState:
     """
 
     def __init__(self, model: nn.Module):
-        self.modules = dict(users_modules(model))
+        self.modules, self._model = dict(users_modules(model)), model
+        self._own = OwnGenerators(model)
+        self._drew: set[int] = set()
         self.start: dict[str, Any] = {}
         """{attribute: its value during the forward}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
@@ -75,13 +76,13 @@ class PythonState:
         self._before = {name: _copied(vars(module)) for name, module in self.modules.items()}
         self._parameters = {name: frozenset(module._parameters) for name, module in self.modules.items()}
         self._random = random.getstate(), np.random.get_state(legacy=False)
-        self._own = OwnGenerators(self.modules.items())
         self._own_before = self._own.states()
         if self.word is not None:
-            self._own.reseed(self.word)
+            self._own.reseed(self._drew, self.word)
             random.setstate((3, (self.word,) * 624 + (0,), None))
             np.random.set_state(("MT19937", np.full(624, self.word, np.uint32), 0, 0, 0.0))
-        self._started = {**_comparable(self._own), **random_state()}
+        self._started = self._own.states(), random_state()
+        self._entropy = Entropy().__enter__()
         for name, value in self.start.items():
             path, _, last = name.rpartition(".")
             attributes = vars(self.modules[path])
@@ -102,8 +103,12 @@ class PythonState:
                 f"{name}.{key}".lstrip(".") for key in new if module._parameters.pop(key) is not None
             ]
         self.caches.__exit__()
-        now = {**_comparable(self._own), **random_state()}
-        drawn = [name for name, before in self._started.items() if now[name] != before]
+        self._entropy.__exit__()
+        now = self._own.states(), random_state()
+        self._drew |= {place for place, before in self._started[0].items() if now[0][place] != before}
+        drawn = ["the operating system's random numbers"] * self._entropy.is_read
+        drawn += [self._own.name_of(place, self._model) for place in sorted(self._drew)]
+        drawn += [name for name, before in self._started[1].items() if now[1][name] != before]
         self.drawn = drawn[-1] if drawn else ""
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
@@ -171,11 +176,6 @@ def random_state() -> dict[str, Any]:
     """Return the states of Python's and numpy's global random generators, by module name."""
     _, words, *rest = np.random.get_state()
     return {"random": random.getstate(), "numpy.random": (np.asarray(words).tobytes(), *rest)}
-
-
-def _comparable(generators: OwnGenerators) -> dict[str, Any]:
-    """Return {name: state} of a model's own generators, as bytes: states contain arrays."""
-    return {name: pickle.dumps(state) for name, state in generators.states().items()}
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
