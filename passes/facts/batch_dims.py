@@ -61,8 +61,9 @@ def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tupl
 
 
 def find_other_dims(graph: fx.Graph, batch: int) -> bool:
-    """Find inputs whose first dim has the size of the batch, and is another dim, such as positions of shape [sequence].
+    """Find inputs whose first dim has the size of the batch, and is another dim.
 
+    An example are positions of shape [sequence] for tokens of shape [batch, sequence] of equal sizes.
     If such a dim were the batch, an operator would combine it with a dim that is not the batch, and have the batch of
     another operand in addition (`tokens [batch, sequence, width] + positions [sequence, width]`). These inputs get the
     fact `first_dim_is_data`. Returns True if an input was found.

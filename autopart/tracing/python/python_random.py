@@ -101,7 +101,7 @@ _KINDS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Entropy:
-    """Context manager that records if code reads random bytes of the operating system, as `default_rng()` does."""
+    """Context manager that records reads of the operating system's random bytes, as by `default_rng()`."""
 
     def __enter__(self) -> Entropy:
         self.is_read = False
