@@ -62,7 +62,7 @@ class TailRun:
     def gradients_of(self, microbatch: int) -> list[Tensor | None]:
         """Return the gradients of the values that a microbatch sent.
 
-        After the last one, release all gradients.
+        After the last microbatch, release all gradients.
         """
         gradients = split_for_stage(self.program, self.gradients, microbatch)
         if microbatch == self.program.microbatches - 1:

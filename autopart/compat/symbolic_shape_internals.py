@@ -69,7 +69,7 @@ def fix_size(size: int | torch.SymInt, value: int) -> None:
 
 
 def free_symbols(size: Any) -> set[Symbol]:
-    """Return the symbols in a traced size."""
+    """Return the sympy symbols in the formula of a traced size; the empty set for an integer."""
     return getattr(expression(size), "free_symbols", set())
 
 

@@ -216,7 +216,10 @@ class _CpuAttention:
 
 
 def _sum_groups(grad: Tensor, heads: Tensor) -> Tensor:
-    """Sum the gradients of the K/V heads of each group, which are repeated, into the gradient of one head."""
+    """Sum gradients of K/V heads that were repeated for several query heads.
+
+    The result has one gradient for each K/V head of `heads`.
+    """
     return grad.unflatten(-3, (heads.size(-3), -1)).sum(-3) if grad.size(-3) != heads.size(-3) else grad
 
 

@@ -50,7 +50,7 @@ def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
 
 
 def _distinct(mask: Tensor) -> Tensor:
-    """Return the mask as [samples, queries, keys]. Samples that broadcasting repeats appear once."""
+    """Return the mask as [samples, queries, keys], without the copies that broadcasting (stride 0) makes."""
     for dim in range(mask.ndim - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)

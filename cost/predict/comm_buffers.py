@@ -325,8 +325,8 @@ class _MemoryTracker:
         If `max_in_flight` reductions already run, it first waits for the earliest of them.
 
         Args:
-            flat_bytes: the flat buffer.
-            part_bytes: the result of the reduction.
+            flat_bytes: bytes of the flat buffer.
+            part_bytes: bytes of the reduction's result.
             is_added: True if later microbatches add the result to the accumulated gradients.
         """
         if flat_bytes or part_bytes:

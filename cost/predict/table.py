@@ -226,7 +226,7 @@ class TableCost:
 
     @cached_property
     def stages(self) -> list[range]:
-        """For each stage, and then the tail if there is one, the indices of its operators.
+        """Indices of the operators of each stage. If there is a tail, the last entry is the tail.
 
         Raises StageError if the model has too few stage boundaries.
         """

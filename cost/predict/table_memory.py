@@ -71,14 +71,14 @@ def rank_memory(priced: TableCost) -> tuple[RankMemory, ...]:
 
 
 class _Stage(NamedTuple):
-    """Memory and communication of a stage on one rank.
+    """Memory and communication of a pipeline stage on one rank.
 
     Args:
-        bytes: memory of a microbatch, for the actions of the schedule.
-        traffic: collectives that overlap with its compute.
-        received: bytes that it receives from the previous stage per microbatch.
-        prologue: bytes of its values that depend only on the model's inputs.
-        is_recomputed: True if some of its operators are recomputed. Its backward is then never split.
+        bytes: memory of one microbatch: what its forward and its backward allocate and save.
+        traffic: buffers of collectives that overlap with the compute of the stage.
+        received: bytes per microbatch that the stage receives from the previous stage.
+        prologue: bytes of values that depend only on the model's inputs, so that they are computed once per call.
+        is_recomputed: True if some operators of the stage are recomputed. Its backward is then never split.
     """
 
     bytes: StageBytes

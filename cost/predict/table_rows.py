@@ -210,7 +210,9 @@ def mean_share(weighted: Iterable[tuple[float, float]]) -> float:
 
 
 def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
-    """Return {axis of a gradient reduction: {axes of ZeRO's shards: bytes of parameters}}.
+    """Return the bytes of parameters whose gradients are reduced over each mesh axis.
+
+    The result is {mesh axis: {mesh axes over which ZeRO shards the parameters: their bytes}}.
 
     Args:
         trained: the parameters that get a gradient.

@@ -180,9 +180,10 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """Return the strategy of an operator that processes dispatched tokens, as a tuple of one strategy.
+    """Return the strategy of an operator that processes tokens on the ranks of their experts.
 
-    The tuple is empty if the operator cannot run on dispatched tokens.
+    The result is a tuple of one strategy. It is empty if the operator cannot process such tokens. The placement of
+    tokens on the rank of their expert is `E(0)`, or `E(0; sent)` on the rank from which they were sent.
 
     Args:
         whole: replicated placement of each input, `R` or `R(grad P)`. An input that has neither tokens nor an expert

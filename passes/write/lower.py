@@ -325,9 +325,10 @@ class _Writer:
         return layout
 
     def _in_produced_layout(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
-        """Return the node of a value in the layout in which it is computed, stored or received.
+        """Return the node of a value in the layout in which the stage first has it.
 
-        The value is a parameter, a view of a weight, an input with a gradient, or a result of this or an earlier stage.
+        A parameter, a view of a weight, or an input with a gradient is stored in this layout. A result of this stage is
+        computed in it, and a result of an earlier stage is received in it.
         """
         if (node, produced) in stage.made:
             return stage.made[node, produced]

@@ -141,6 +141,6 @@ def check_same_state(program: Program, process: Process) -> None:
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """Derive a seed from `seeds`, for random numbers that are generated once per call."""
+    """Return a seed for random numbers that are drawn once per call, computed from the first of `seeds`."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

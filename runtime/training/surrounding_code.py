@@ -19,7 +19,7 @@ outside_inference_mode: Any = isolated_trace
 
 
 def bind_calls(module: Any, model: nn.Module) -> None:
-    """Exclude calls of a partitioned model from `torch.compile`, and sign its `forward` as the model's."""
+    """Exclude a partitioned model from `torch.compile`, and give its `forward` the model's signature."""
     kind: Any = type(module)
     run_uncompiled(kind, ("forward", "step", "flush"))
     module._signed_forward = forward_signed_as(kind, model)

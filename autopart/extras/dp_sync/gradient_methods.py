@@ -80,8 +80,8 @@ def _compress_and_sum(
 ) -> list[dict[str, Tensor]]:
     """Sum compressed gradients with error feedback.
 
-    With the gradient g and the error e of earlier steps, a rank sends C(e + g) and stores the new error e + g - C(e +
-    g).
+    C is the compressor of the method. With the gradient g and the error e of earlier steps, a rank sends C(e + g) and
+    stores the new error e + g - C(e + g).
     """
     compressor = compressor_of(method)
     remembers = method.name != "qsgd" and bool(method.memory)
@@ -129,9 +129,10 @@ def _sum_decoded(
 def _ef21(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Run EF21: each rank tracks its gradient g by h = h + C(g - h). Return the sum of h over ranks.
+    """Run EF21 and return the sum of the ranks' gradient estimates h.
 
-    The first h is g, sent uncompressed. With momentum, h tracks v = (1 - eta) v + eta g instead of g.
+    In each step a rank sends C(g - h), the compressed difference between its gradient g and its estimate h, and adds it
+    to h. The first h is g, sent uncompressed. With momentum, h follows v = (1 - eta) v + eta g instead of g.
     """
     compressor = compressor_of(method)
     if any("tracked" not in states[0].get(name, {}) for name in gradients[0]):
@@ -181,8 +182,9 @@ def _double_squeeze(
 ) -> list[dict[str, Tensor]]:
     """Run DoubleSqueeze: workers send compressed gradients to a server, which sends their compressed sum.
 
-    With the compression errors e of a worker and E of the server, the worker sends q = C(g + e) and the server sends
-    C(sum of all q + E). Both store their new errors. Each parameter has one server, so that C gets the full vector.
+    C is the compressor of the method, e the compression error of a worker, and E that of the server. A worker sends q =
+    C(g + e) for its gradient g, and the server sends C(sum of all q + E). Both store their new errors. Each parameter
+    has one server, so that C gets the full vector.
     """
     compressor = compressor_of(method)
     is_lossy = method.name != "parameter_server"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def neighbours(graph: str, num_ranks: int) -> int:
-    """Return the number of ranks with which a rank exchanges values on a gossip graph, at most.
+    """Return the maximum number of ranks with which a rank exchanges values on a gossip graph.
 
     >>> [neighbours(graph, 8) for graph in ("ring", "grid", "exp", "one_peer", "complete")]
     [2, 3, 3, 1, 7]

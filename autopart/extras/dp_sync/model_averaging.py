@@ -70,7 +70,11 @@ def means(values: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list[d
 
 
 def _mix(graph: str, parameters: Sequence[Parameters], wire: SyncTransport, step: int, halfway: bool = False) -> None:
-    """Average x_i = sum_j w_ij x_j in place. With `halfway`, use (I + W) / 2 as weights instead of W."""
+    """Replace the parameters x_i of each rank i by the weighted average sum_j w_ij x_j, in place.
+
+    W is the mixing matrix of the gossip graph: w_ij is 0 unless rank j sends to rank i. With `halfway`, the weights are
+    (I + W) / 2 instead of W.
+    """
     for replica, mixed in zip(parameters, _mixed(graph, parameters, wire, step), strict=True):
         for name, parameter in replica.items():
             parameter.copy_((parameter + mixed[name]) / 2 if halfway else mixed[name])
@@ -79,7 +83,10 @@ def _mix(graph: str, parameters: Sequence[Parameters], wire: SyncTransport, step
 def _mixed(
     graph: str, values: Sequence[Mapping[str, Tensor]], wire: SyncTransport, step: int
 ) -> list[dict[str, Tensor]]:
-    """Return the average sum_j w_ij v_j of each local rank i. For the complete graph it is an all-reduce."""
+    """Return, for each local rank i, the weighted average sum_j w_ij v_j of the values v_j of all ranks j.
+
+    The weights w_ij are row i of the gossip graph's mixing matrix. A complete graph needs only an all-reduce.
+    """
     if graph == "complete":
         return means(values, wire)
     rows = mixing_rows(graph, wire.num_ranks, step)

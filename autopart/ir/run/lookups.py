@@ -54,7 +54,7 @@ class Lookup:
 
         Args:
             inputs: names of the inputs from which the indices are computed.
-            is_input: the indices are the values of one input.
+            is_input: True if the indices are the values of one input.
         """
         if not indices.numel():
             return None

@@ -167,7 +167,7 @@ class _Comparing:
 
 
 class Recording(_Comparing):
-    """Trace of a block that also records the block's operator calls."""
+    """Recorder of a block's operator calls, while the block is traced."""
 
     def __init__(self, call: RecordedCall, stop: Any):
         super().__init__(call, stop)

@@ -62,13 +62,19 @@ class _Condition(NamedTuple):
 
 
 def skipped_code_of(frame: FrameType | None) -> Skipped | None:
-    """Return the code that a frame's condition can skip; None if it does more than write to tensors."""
+    """Return the code that a frame's condition can skip.
+
+    Returns None if the code does more than write to tensors.
+    """
     condition = _condition(frame) if frame is not None else None
     return condition.skipped if condition is not None else None
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """Return the code that a frame skips if a length is 0; None if it does more than write to tensors."""
+    """Return the code that a frame skips if a length is 0.
+
+    Returns None if the code does more than write to tensors.
+    """
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
 
@@ -161,7 +167,7 @@ def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
 class _OnlyWrites:
     """Analysis of statements that a condition can skip.
 
-    `only` is True if they do nothing but write to elements of tensors.
+    `only` is True if the statements do nothing but write to elements of tensors.
     """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:

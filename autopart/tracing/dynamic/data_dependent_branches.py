@@ -204,7 +204,10 @@ def _conjuncts(mask: fx.Node) -> list[fx.Node]:
 
 
 def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask of a condition `mask.any()`, or the count in `count > 0`; None for other conditions."""
+    """Return the mask if a condition is `mask.any()`, or the mask or `_CountOf` if it is `count > 0`.
+
+    Returns None for other conditions.
+    """
     node, positive = _root(runs), True
     while operator_name(node) in ("aten::logical_not", "aten::bitwise_not"):
         node, positive = _root(node.args[0]), not positive
@@ -217,9 +220,9 @@ def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
 
 
 def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask whose true elements a value counts. A multiple of the count is recognised too.
+    """Return the mask if a value is the number of the mask's true elements, or a multiple of this number.
 
-    Returns a `_CountOf` for an entry of `bincount`, and None for any other value.
+    Returns a `_CountOf` if the value is an entry of `bincount`, and None for any other value.
     """
     node = _root(node)
     name = operator_name(node).removeprefix("aten::")

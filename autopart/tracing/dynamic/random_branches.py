@@ -2,11 +2,12 @@
 
 Examples: `if torch.rand([]) < self.layerdrop: continue`, `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
 
-A single trace fixes the outcome of each condition. So the forward is traced several times: with all outcomes equal,
-with each outcome changed alone, and once with random outcomes. The difference between two traces is the code that one
-branch affects. The final graph computes both sides of each branch, and a random number, equal on all ranks, selects a
-side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more than
-these random numbers, and is rejected.
+A single trace fixes the outcome of each condition. So the forward is traced several times: with all outcomes True, with
+all outcomes False, with each outcome changed alone, and once with random outcomes. The "full trace" is the larger of
+the first two. The difference between it and a trace with one outcome changed is the code that one branch affects. The
+final graph computes both sides of each branch, and a random number, equal on all ranks, selects a side. Every trace
+must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more than these random
+numbers, and is rejected.
 
 A condition on values selects a side in the same way. The gradient of the side that is not selected can be infinite or
 NaN, and would stay so if multiplied by zero. So the inputs of each side receive a gradient only if the side is
@@ -106,7 +107,7 @@ class RandomBranches:
     def answer(self, condition: Tensor) -> bool | None:
         """Return the outcome that the current trace assumes for a condition.
 
-        None if the condition depends on more than random numbers.
+        Returns None if the condition depends on more than random numbers.
         """
         tracing = Tracing.current()
         node = tracing.node_of(condition) if tracing is not None else None
@@ -179,7 +180,9 @@ def _lost(why: str) -> LostInTrace:
 
 @dataclass(frozen=True)
 class _Side:
-    """Difference between the full trace and another trace, in which branch `number` has the other outcome.
+    """The code that branch `number` affects: the difference between the full trace and another trace.
+
+    In the other trace, only branch `number` has the other outcome.
 
     Args:
         here: nodes that only the full trace has.
@@ -259,8 +262,8 @@ def _built(
     """Build the graph for given outcomes of all branches, or with both sides of every branch.
 
     Args:
-        most: truth value of every condition in the full trace.
-        answers: truth values of the conditions. None: compute both sides, and select by a `where` per branch.
+        most: the outcome (True or False) of all conditions in the full trace.
+        answers: the outcomes. None: compute both sides of every branch, and select one by a `where` per branch.
         guarded: numbers of the branches whose inputs receive a gradient only from the selected side.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -302,12 +305,14 @@ def _built(
 
 
 class _Guards:
-    """Guards on the inputs of a branch's two sides: the side that is not selected gives no gradient.
+    """Adds a `where` to each input of a branch's sides: only the selected side gives it a gradient.
+
+    Without the `where`, a gradient that is infinite or NaN on the side that is not selected would reach the input.
 
     Args:
         graph: the graph with both sides of every branch, which is being built.
-        guarded: numbers of the branches on values.
-        most: truth value of every condition in the full trace.
+        guarded: numbers of the branches whose condition depends on values.
+        most: the outcome (True or False) of all conditions in the full trace.
     """
 
     def __init__(self, graph: fx.Graph, guarded: Collection[int], most: bool) -> None:
@@ -316,7 +321,7 @@ class _Guards:
         self.has_second = False
 
     def of(self, side: _Side, is_here: bool, source: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return the guarded input of a side, which gets a gradient only if the side is selected.
+        """Return a copy of `source` for a side. It passes on a gradient only if the side is selected.
 
         `is_here`: True for the side that the full trace has.
         """
@@ -338,9 +343,9 @@ class _Guards:
     def replaced(
         self, side: _Side, is_inside: bool, own: fx.Node, other: fx.Node, condition: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
-        """Return the values of both sides between which the branch selects.
+        """Return the two values, one of each side, between which the branch selects.
 
-        A value that a side passes on unchanged may be computed a second time, with guards.
+        A value from before the branch, which a side passes on unchanged, may be computed a second time by `_second`.
 
         Args:
             is_inside: True if the full trace computes `own` inside of the branch.

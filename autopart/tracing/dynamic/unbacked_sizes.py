@@ -41,7 +41,7 @@ _NONE, _MEAN = 0, 1
 
 
 def _tensor_of(number: fx.Node) -> fx.Node:
-    """Return a tensor from which a number is computed."""
+    """Return a tensor from which a symbolic number is computed."""
     while is_number(number):
         number = number.all_input_nodes[0]
     return number
@@ -192,7 +192,7 @@ class _Rewriter:
         return positions
 
     def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return `mask` AND the condition under which the model runs `node`."""
+        """Return a mask that equals `mask` if the model would run `node`, and is false everywhere otherwise."""
         return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
@@ -218,7 +218,7 @@ class _Rewriter:
         return self.known[node]
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """Return a node and its ancestors in graph order, without nodes that `_number` has already numbered."""
+        """Return a node and its ancestors in graph order, without those that `_number` has already numbered."""
         todo, unknown = [node], set[fx.Node]()
         while todo:
             source = todo.pop()

@@ -57,7 +57,8 @@ class _NotRecorded(Exception):
 class ConcreteConstants:
     """The constant tensors of a trace, and the tensors that are computed only from its inputs.
 
-    The object stores, for each of these tensors, the calls that recompute it.
+    For each of these tensors the object has a record (`ValueCall` or `InputTensor`): how the tensor is computed from
+    numbers and from the inputs of the trace.
 
     Args:
         of_model: parameters, buffers and inputs, whose values can differ in the next call.
@@ -130,7 +131,10 @@ class ConcreteConstants:
                 self._made[leaf] = replace(recorded, place=place)
 
     def recorded(self, call: Call) -> ValueCall | None:
-        """Return the record of a call; None if it reads a tensor or number whose values are unknown."""
+        """Return the record of a call, from which the call's result can be computed again.
+
+        Returns None if the call reads a tensor or number whose values are unknown.
+        """
         func, args, kwargs = call
         try:
             args, kwargs = self._record(args), {name: self._record(value) for name, value in kwargs.items()}
@@ -155,9 +159,10 @@ class ConcreteConstants:
         return value
 
     def size(self, call: Call, output: Tensor, dim: int) -> ValueCall | None:
-        """Return the record of a size of a call's result; None if it depends on unknown values.
+        """Return a record (`ValueCall`) that computes a size of a call's result; None if this is impossible.
 
-        The size of a selection does not depend on the values of its first argument.
+        Example: the size of `x[mask]` depends on the values of `mask`. The values of `x` may be unknown, because only
+        its shape affects the size.
         """
         func, args, kwargs = call
         selected = self._made.get(output)
@@ -172,7 +177,10 @@ class ConcreteConstants:
         return ValueCall(Tensor.size, (selected, dim), {}, None, selected.of_inputs)
 
     def formula(self, formula: Any) -> ValueCall | None:
-        """Return the record of a formula of torch's symbols; None if a symbol is unknown."""
+        """Return a record (`ValueCall`) that computes a formula of torch's symbolic numbers.
+
+        Returns None if the value of a symbol is unknown.
+        """
         try:
             recorded = self._number(formula)
         except _NotRecorded:
@@ -198,9 +206,10 @@ class ConcreteConstants:
         self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def write(self, call: Call, written: Sequence[Tensor]) -> None:
-        """Record a call that writes in place: the recorded tensors that share memory get their new values.
+        """Record an in-place write: the records of all tensors that share the memory give the new values.
 
-        They are forgotten if the written values are unknown, or if the trace did not allocate the memory.
+        The tensors are forgotten instead if the written values are unknown, or if the memory is from outside of the
+        trace.
         """
         if not written:
             return
@@ -277,7 +286,7 @@ class ConcreteConstants:
         return UNKNOWN
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
-        """Treat buffers as constant in every call until they are written. Their values stay unknown."""
+        """Treat these buffers as equal in every call, until they are written. Their values stay unknown."""
         self._held = [(buffer, Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
         for buffer, form in self._held:
             self._made[buffer] = form
@@ -310,7 +319,10 @@ def views_of(recorded: Any) -> list[Any]:
 
 
 def moved_view(view: Any, root: Any, new: Any) -> Any:
-    """Return the record of a view of `root`, rewritten as a view of `new`; None for other records."""
+    """Return the record of a view of another tensor: the same views as `view`, of `new` instead of `root`.
+
+    Returns None if `view` is not the record of a view of `root`.
+    """
     views = views_of(view)
     if not any(one is root for one in views):
         return None

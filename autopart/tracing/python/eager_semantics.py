@@ -313,9 +313,9 @@ class EagerSemantics(TorchFunctionMode):
             )
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """Return the outcome that the trace assumes for a Python branch on a tensor; None if unsupported.
+        """Return the outcome that the trace assumes for a Python branch on a tensor.
 
-        Supported are branches on random numbers, and branches that skip only writes.
+        Supported are branches on random numbers, and branches that skip only writes. Returns None for all others.
         """
         answer = self.chances.answer(condition)
         if answer is None:

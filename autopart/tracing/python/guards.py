@@ -351,7 +351,7 @@ class _Entries:
     """Guards of the entries of one list, dict or set.
 
     Args:
-        inputs: identities of the numbers that are inputs of the program; they are not guarded.
+        inputs: ids of the numbers that are inputs of the program, so that they are not guarded.
     """
 
     def __init__(self, container: Any, path: str, inputs: Collection[tuple[int, Any]] = ()):

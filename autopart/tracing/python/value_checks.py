@@ -48,7 +48,10 @@ class Passing(float):
 
 
 class Operand(NamedTuple):
-    """Position of a condition in an `and` or `or`."""
+    """Position of a condition in an `and` or `or`, such as `b` in `a and not b`.
+
+    The position shows for which truth value of the condition Python also evaluates the other conditions.
+    """
 
     is_and: bool
     is_last: bool
