@@ -33,6 +33,7 @@ from autopart.runtime.consistency.rank_checks import check_same_start, model_tex
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.consistency.same_call import ComparedCall, Comparison
 from autopart.runtime.executable import Executable
+from autopart.runtime.generation import GenerateMethods
 from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync, check_reduced
 from autopart.runtime.overlapped_batches import FlushMethods, StepRunner
@@ -116,7 +117,8 @@ class ProgramSource(Protocol):
 
 
 class ParallelModule(
-    MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, OptimizerStateMethods, FlushMethods, ModuleMethods
+    GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, OptimizerStateMethods, FlushMethods,
+    ModuleMethods,
 ):
     """A model partitioned over a device mesh.
 

@@ -17,6 +17,7 @@ from autopart.compat.torch_internals import LazyGraphModule
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.run.schedules import SINGLE_STAGE, WITH_TAIL, check_schedule, schedule_for
+from autopart.ops.key_value_cache import has_caches
 from autopart.ops.stage_masks import with_mask_structure
 from autopart.runtime.batch.batch_split import Arguments, merge_for_tail, stage_arguments
 from autopart.runtime.batch.buffer_updates import NewBuffers, buffer_updates_of
@@ -95,7 +96,8 @@ class StageModule(nn.Module):
         unsharded: UnshardedParams, reducer: Reducer,
     ):  # fmt: skip
         super().__init__()
-        self.program, self.process, self.compiled, self.unsharded = program, process, compile, unsharded
+        self.program, self.process, self.unsharded = program, process, unsharded
+        self.compiled = compile and not has_caches(stage.graph.graph.nodes)  # a compiler could overwrite the cache
         self.reducer = reducer
         self.tensors = {**tensors, **unsharded.parameters}
         stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)

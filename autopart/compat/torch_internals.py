@@ -36,6 +36,7 @@ BatchNorm = _BatchNorm  # common base class of BatchNorm1d, BatchNorm2d, ..., Sy
 InstanceNorm = _InstanceNorm
 TreeSpec = pytree.TreeSpec
 tree_flatten = pytree.tree_flatten
+tree_leaves = pytree.tree_leaves
 tree_map = pytree.tree_map
 tree_unflatten = pytree.tree_unflatten
 
@@ -426,6 +427,15 @@ def keep_for_ever(*things: Any) -> None:
     """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def register_node(kind: type, children: Callable[[Any], list[Any]]) -> None:
+    """Register a class as a pytree node. It is created again from its children, passed by position."""
+    pytree.register_pytree_node(
+        kind, lambda node: (children(node), None), lambda values, _: kind(*values),
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=lambda node: ([(pytree.SequenceKey(i), c) for i, c in enumerate(children(node))], None),
+    )  # fmt: skip
 
 
 def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:

@@ -31,6 +31,7 @@ The other operators are local:
     dropout, attention_dropout                   draw the dropout mask of a shard
     window_attention, attention_runs             skip masked keys
     positions                                    computes the indices of a mask's true elements
+    update_cache                                 writes keys or values to the cache of a text generation
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from torch import Tensor, fx
 from autopart.ir import selection
 from autopart.ir.collective_nodes import MOVES, OPERATORS, ROTATING, WITHOUT_BACKWARD, autopart_operator
 from autopart.ir.layout import CONVERSIONS, DISPATCH_CONVERSIONS
-from autopart.ops import attention_dropout, ctc_loss, grouped_matmul
+from autopart.ops import attention_dropout, ctc_loss, grouped_matmul, key_value_cache
 from autopart.ops.blockwise_attention import attention_runs
 from autopart.ops.masked_attention import window_attention
 from autopart.ops.seeded_random import dropout_mask, seeded
@@ -210,6 +211,9 @@ def _define_operators() -> torch.library.Library:
     library.define(f"draw_mask({mask}) -> Tensor")
     library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("autopart::draw_mask", lambda x, *_: torch.empty_like(x, dtype=torch.bool), lib=library)
+    library.define("update_cache(Tensor x, Tensor positions, str name, int length) -> Tensor")
+    library.impl("update_cache", key_value_cache.update_cache, "CompositeExplicitAutograd")
+    torch.library.register_fake("autopart::update_cache", key_value_cache.full_cache, lib=library)
     define("drop", "Tensor x, Tensor noise, float p", drop)
     define("pick_class", "Tensor logits, Tensor target, int start, int num_classes=-1, int ignored=-100", pick_class)
     window = "Tensor query, Tensor key, Tensor value, int before, int after, float? scale=None, bool enable_gqa=False"
@@ -234,7 +238,7 @@ def all_operators() -> list[str]:
     """Return the names of all custom operators in the namespace `torch.ops.autopart`."""
     local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention",
              "attention_runs"]  # fmt: skip
-    families = (grouped_matmul, selection, ctc_loss, attention_dropout)
+    families = (grouped_matmul, selection, ctc_loss, attention_dropout, key_value_cache)
     return [
         *MOVES,
         *WITHOUT_BACKWARD,

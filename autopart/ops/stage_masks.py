@@ -23,6 +23,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
 from autopart.ir.sharding import DimSharding
 from autopart.ir.subgraphs import ancestors_of, erase_unused, extract_subgraph, is_leaf_value
+from autopart.ops.key_value_cache import has_caches
 from autopart.ops.mask_key_ranges import MaskStructure, key_ranges_of_window, mask_structure_of
 from autopart.ops.masked_attention import blocks_fit
 from autopart.ops.operators import autopart_ops
@@ -33,7 +34,12 @@ _ATTENTION = ("aten::scaled_dot_product_attention", "autopart::attention_dropout
 
 
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
-    """Return {mask: the calls that read it} for masks that depend only on the stage's inputs and buffers."""
+    """Return {mask: the calls that read it} for masks that depend only on the stage's inputs and buffers.
+
+    Masks of cached keys are left out, because their structure is another one for each new token.
+    """
+    if has_caches(stage.graph.graph.nodes):
+        return {}
     by_mask: dict[fx.Node, list[fx.Node]] = {}
     for node in stage.graph.graph.nodes:
         if (mask := mask_of(node)) is not None:

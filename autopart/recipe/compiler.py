@@ -22,6 +22,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS, Program
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.trace import Call, Trace, batch_size, device_of_weights
+from autopart.ops.key_value_cache import has_caches
 from autopart.options import Options
 from autopart.passes.choose.plan_codec import OnAxes, decided_by, decode
 from autopart.passes.choose.solve.batch_axis import without_microbatches
@@ -422,7 +423,8 @@ class Compiler:
                 program = with_label_count(program, loss)
             else:
                 # Without a pipeline, a call runs the full batch at once. Only training steps use microbatches.
-                if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
+                runs_once = self.mesh.size("pp") == 1 or has_caches(traced.trace.graph.nodes)
+                if runs_once and decisions.microbatches > 1:
                     decisions = without_microbatches(traced.trace, decisions)
                 program = lower(
                     traced.trace, decisions, outputs, whole_outputs=True, rng=self.options.rng, local_rows=local

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.common.scoped import variable
-from autopart.compat.torch_internals import has_values, tree_flatten, tree_map
+from autopart.compat.torch_internals import has_values, tree_leaves, tree_map
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.python.number_inputs import NUMBERS
 
@@ -27,12 +27,22 @@ def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 def without_caches(output: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a model's output with None in place of transformers' key/value caches.
 
-    A loss function has already used the caches. A call with `use_cache=True` keeps them.
+    A loss function has already used the caches. A call with `use_cache=True` keeps them. Caches of `generate`
+    stay on their ranks, so they are always replaced.
     """
     wants_cache = any(call.get("use_cache") for call in (arguments, arguments.get("call")) if isinstance(call, Mapping))
-    if wants_cache or not any(map(_is_cache, tree_flatten(output)[0])):
+
+    def is_dropped(leaf: Any) -> bool:
+        return isinstance(leaf, LocalCache) or (not wants_cache and _is_cache(leaf))
+
+    leaves = tree_leaves(output, is_leaf=is_dropped)
+    if not any(map(is_dropped, leaves)):
         return output
-    return tree_map(lambda leaf: None if _is_cache(leaf) else leaf, output)
+    return tree_map(lambda leaf: None if is_dropped(leaf) else leaf, output, is_leaf=is_dropped)
+
+
+class LocalCache:
+    """Base of the caches that `generate` passes to a traced model. Their contents stay on the ranks."""
 
 
 def _is_cache(leaf: Any) -> bool:

@@ -71,6 +71,8 @@ RULES: dict[str, Rule] = {
         "b (g r) q d, b g k d, b g k e -> b (g r) q e",
         "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
         "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
+    "autopart::update_cache": Rule("... q d, q -> ... k d", whole="q k", has_gradient=False,
+        local=attention_rules.update_cache),
     # the sparse matrix is replicated
     "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),), takes_sparse=True),
     # tables and classes; embeddings are sharded by rows, like the head that may be tied to them

@@ -1,10 +1,11 @@
-"""Local form of ring attention (`autopart.ops.blockwise_attention`)."""
+"""Local forms of ring attention (`ops/blockwise_attention.py`) and of cached keys and values (`ops/key_value_cache.py`)."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from autopart.ir.decisions import is_ring_strategy
+from autopart.ir.facts import facts
 from autopart.ir.graph import argument, shape
 from autopart.ops.operators import autopart_ops
 from autopart.passes.rules.local_forms import LocalCall
@@ -23,3 +24,12 @@ def ring(call: LocalCall) -> fx.Node | None:
     sections = list(call.strategies[axis].inputs[0].sections)
     size, scale = shape(call.node.args[0])[-2], argument(call.node, "scale")
     return call.emit(autopart_ops.ring_attention.default, query, axis, key, value, mask, size, sections, scale)
+
+
+def update_cache(call: LocalCall) -> fx.Node:
+    """Emit a write to a cache, with the operator's key as the name of the cache.
+
+    The traced calls of equal layers are equal. Their keys differ, and a key is the same in the program for the prompt
+    and in the program for the next tokens.
+    """
+    return call.as_traced({2: facts(call.node)["key"]})

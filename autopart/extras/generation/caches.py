@@ -1,0 +1,135 @@
+"""Caches of keys and values: `TokenCache` in transformers' generation loop, `TracedCache` inside the traced model.
+
+The keys and values are in the `CacheStore` of each rank. A `TokenCache` only counts the tokens, and gives transformers
+the sizes of the attention masks: as for a static cache, all masks cover the full length of the cache. One program then
+serves all tokens. A layer with a sliding window has a cache of full length too, and its mask hides earlier tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from autopart.compat.torch_internals import register_node
+from autopart.ops.key_value_cache import CacheStore
+from autopart.ops.operators import autopart_ops
+from autopart.tracing.with_loss import LocalCache
+
+LENGTH_STEP = 64
+"""Cache lengths are multiples of this number, so that few programs serve all lengths."""
+
+
+def padded_length(length: int) -> int:
+    """Return the smallest multiple of `LENGTH_STEP` that is at least `length`."""
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+class _Layer(CacheLayerMixin):
+    """One layer of a `TokenCache`: sizes of masks, no tensors."""
+
+    is_compileable = True
+
+    def __init__(self, cache: TokenCache, is_sliding: bool):
+        super().__init__()
+        self.cache, self.is_sliding = cache, is_sliding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("a TokenCache has no tensors")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a TokenCache has no tensors")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.num_tokens
+
+    def get_max_length(self) -> int:
+        return self.cache.length
+
+
+class TokenCache(Cache):
+    """Cache of one `generate` call, as transformers' generation loop uses it.
+
+    Attributes:
+        length: number of tokens that the caches can hold.
+        num_tokens: number of tokens in the caches.
+        store: this rank's caches.
+    """
+
+    def __init__(self, config: Any, length: int):
+        self.length, self.num_tokens, self.store = padded_length(length), 0, CacheStore()
+        layers = DynamicCache(config=config).layers
+        sliding = [bool(getattr(layer, "is_sliding", False)) for layer in layers] or [False]
+        super().__init__(layers=[_Layer(self, is_sliding) for is_sliding in sliding])
+
+    def traced(self, num_new: int, device: torch.device, kind: type[Any]) -> Any:
+        """Return the cache to pass to the model for a call with `num_new` tokens."""
+        positions = torch.arange(self.num_tokens, self.num_tokens + num_new, device=device)
+        return kind(positions[None], torch.zeros(1, self.length, dtype=torch.bool, device=device))
+
+
+class TracedCache(Cache, LocalCache):
+    """Cache that a model gets while it is traced. Writes become `autopart.update_cache` operators.
+
+    Both tensors are inputs of the program. Their first dim has size 1, so that it is not taken for the batch.
+
+    Args:
+        positions: index in the cache of each new token, of shape [1, tokens].
+        slots: tensor of shape [1, length of the cache]. Its values are not used.
+    """
+
+    def __init__(self, positions: Tensor, slots: Tensor):
+        super().__init__(layers=[])
+        self.positions, self.slots = positions, slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        update, positions, length = autopart_ops.update_cache.default, self.positions[0], self.slots.shape[1]
+        return update(key_states, positions, "", length), update(value_states, positions, "", length)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.positions[0, 0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.slots.shape[1], 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.slots.shape[1]
+
+
+class _Recomputed(Cache):
+    """Cache of cross-attention in a trace: every call computes the keys and values of the encoder's output again."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return key_states, value_states
+
+
+class _NeverUpdated(dict[int, bool]):
+    """Flags of the layers whose cross-attention is cached: none."""
+
+    def __setitem__(self, layer: int, is_updated: bool) -> None: ...
+
+
+class TracedEncoderDecoderCache(EncoderDecoderCache, LocalCache):
+    """`TracedCache` for models with an encoder and a decoder."""
+
+    def __init__(self, positions: Tensor, slots: Tensor):
+        super().__init__(TracedCache(positions, slots), _Recomputed())
+        self.is_updated = _NeverUpdated()
+
+
+register_node(TracedCache, lambda cache: [cache.positions, cache.slots])
+register_node(
+    TracedEncoderDecoderCache, lambda cache: [cache.self_attention_cache.positions, cache.self_attention_cache.slots]
+)
