@@ -117,7 +117,13 @@ class ProgramSource(Protocol):
 
 
 class ParallelModule(
-    GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, OptimizerStateMethods, FlushMethods,
+    GenerateMethods,
+    MeshMethods,
+    LossScalingMethods,
+    ClippingMethods,
+    SyncMethods,
+    OptimizerStateMethods,
+    FlushMethods,
     ModuleMethods,
 ):
     """A model partitioned over a device mesh.

@@ -1,8 +1,8 @@
 """Operator that writes new keys or values of attention to a cache, and returns the full cache.
 
 Text generation runs the model once per token. Keys and values of earlier tokens stay in a cache of fixed length on the
-rank that computed them: with its heads (`tp`), its samples (`dp`) and its layers (`pp`). The operator has no collective,
-because its sharding rule shards the cache as the keys that are written to it.
+rank that computed them: with its heads (`tp`), its samples (`dp`) and its layers (`pp`). The operator needs no
+collective, because the cache is sharded as the keys that are written to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextvars import ContextVar
 
-import torch
 from torch import Tensor, fx
 
 from autopart.errors import UsageError

@@ -217,6 +217,10 @@ class Compiler:
         """Restart the sequence of dropout masks from this seed, which must be equal on every rank."""
         self._random.manual_seed(seed)
 
+    def draw_seed(self) -> int:
+        """Draw a seed from the sequence of dropout masks. It is equal on every rank."""
+        return int(torch.randint(2**62, (), generator=self._random))
+
     def _seeds(self, program: Program) -> list[Tensor]:
         if program.input_names[-1:] != (SEEDS,):
             return []

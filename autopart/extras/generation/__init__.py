@@ -10,8 +10,8 @@ from typing import Any
 __all__ = ["generate"]
 
 
-def generate(call: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Generate tokens with `transformers`. `call` runs the partitioned model, which was made from `model`."""
+def generate(caller: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Generate tokens with `transformers`. `caller` runs the partitioned model that was made from `model`."""
     from autopart.extras.generation.generating_model import generate as run  # imports transformers
 
-    return run(call, model, args, kwargs)
+    return run(caller, model, args, kwargs)

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from autopart.compat.torch_internals import register_node
 from autopart.ops.key_value_cache import CacheStore
@@ -25,6 +32,12 @@ LENGTH_STEP = 64
 def padded_length(length: int) -> int:
     """Return the smallest multiple of `LENGTH_STEP` that is at least `length`."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def holds_keys_only(config: Any) -> bool:
+    """Return True if all layers cache keys and values; False if a layer has a state of another kind, such as Mamba."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in kinds for layer in DynamicCache(config=config).layers)
 
 
 class _Layer(CacheLayerMixin):
