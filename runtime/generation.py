@@ -51,7 +51,7 @@ class GenerateMethods(nn.Module):
         self.eval()
         try:
             with self._sampling_state():
-                return load_extra("generation").generate(_Caller(self), self._source.model, args, kwargs)
+                return load_extra("generation").generate(_PartitionedModel(self), self._source.model, args, kwargs)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -68,7 +68,7 @@ class GenerateMethods(nn.Module):
             yield
 
 
-class _Caller:
+class _PartitionedModel:
     """A partitioned model, as the package `autopart.extras.generation` calls it."""
 
     def __init__(self, module: Any):

@@ -95,7 +95,12 @@ MAX_FOLDER_FILES = 14
 MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 65
 PRINTING_MODULES = ("autopart.cli.main",)
-TRANSFORMERS_MODULES = ("autopart.recipe.model_source", "autopart.runtime.weights.transformers_names")
+TRANSFORMERS_MODULES = (
+    "autopart.recipe.model_source",
+    "autopart.runtime.weights.transformers_names",
+    "autopart.extras.generation.caches",
+    "autopart.extras.generation.generating_model",
+)
 COMPAT = "autopart.compat"
 # Where operators are known by name: rules, rewrites, and what reads the formula of a loss that the rewrites write.
 NAMING_ROOMS = ("rules", "normalize")

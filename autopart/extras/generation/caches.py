@@ -1,4 +1,4 @@
-"""Caches of keys and values: `TokenCache` in transformers' generation loop, `TracedCache` inside the traced model.
+"""Caches of keys and values: `TokenCache` for transformers' loop, `TracedCache` for the traced model.
 
 The keys and values are in the `CacheStore` of each rank. A `TokenCache` only counts the tokens, and gives transformers
 the sizes of the attention masks: as for a static cache, all masks cover the full length of the cache. One program then
@@ -35,7 +35,7 @@ def padded_length(length: int) -> int:
 
 
 def holds_keys_only(config: Any) -> bool:
-    """Return True if all layers cache keys and values; False if a layer has a state of another kind, such as Mamba."""
+    """Return True if all layers cache keys and values; False for Mamba and other recurrent layers."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
     return all(type(layer) in kinds for layer in DynamicCache(config=config).layers)
 
@@ -89,7 +89,7 @@ class TokenCache(Cache):
 class TracedCache(Cache, LocalCache):
     """Cache that a model gets while it is traced. Writes become `autopart.update_cache` operators.
 
-    Both tensors are inputs of the program. Their first dim has size 1, so that it is not taken for the batch.
+    Both tensors are inputs of the program. Their first dim has size 1, so that it cannot be the batch dim.
 
     Args:
         positions: index in the cache of each new token, of shape [1, tokens].
@@ -117,7 +117,7 @@ class TracedCache(Cache, LocalCache):
 
 
 class _Recomputed(Cache):
-    """Cache of cross-attention in a trace: every call computes the keys and values of the encoder's output again."""
+    """Cache of cross-attention in a trace: every call computes its keys and values again."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

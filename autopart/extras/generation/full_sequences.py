@@ -1,4 +1,4 @@
-"""Generation without a cache: each call runs the full sequence, padded on the right to one of few lengths.
+"""Inputs of calls without a cache: the full sequence, padded on the right to one of few lengths.
 
 In a causal model no token sees a later one, so padding on the right changes no logits of earlier tokens.
 """

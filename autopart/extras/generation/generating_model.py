@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ _TOKENS = ("decoder_input_ids", "input_ids", "inputs_embeds")
 _CACHES = (None, "static", "dynamic", "hybrid", "sliding_window")
 
 
-class Caller(Protocol):
+class PartitionedModel(Protocol):
     """The partitioned model, as `generate` uses it."""
 
     def __call__(self, **inputs: Any) -> Any:
@@ -48,7 +48,7 @@ class Caller(Protocol):
         """
 
 
-def generate(caller: Caller, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def generate(caller: PartitionedModel, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run transformers' `model.generate(*args, **kwargs)`, with the partitioned model as its forward."""
     _check_model(model)
     refused = [name for name in ("custom_generate", "past_key_values", "cache_params") if kwargs.get(name) is not None]
@@ -76,7 +76,7 @@ def _check_model(model: Any) -> None:
         )  # fmt: skip
 
 
-def _generating(caller: Caller, model: Any) -> tuple[Any, _Forward]:
+def _generating(caller: PartitionedModel, model: Any) -> tuple[Any, _Forward]:
     """Return a shallow copy of the model with another forward, and this forward.
 
     The copy shares its modules, parameters and configs with the model.
@@ -112,7 +112,7 @@ class _Forward:
     on the right to one of few lengths.
     """
 
-    def __init__(self, caller: Caller, model: Any):
+    def __init__(self, caller: PartitionedModel, model: Any):
         self.caller, self.model = caller, model
         self.__signature__ = inspect.signature(model.forward)  # transformers reads the names of the model's inputs
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
@@ -144,7 +144,7 @@ class _Forward:
     def prepare_cache(
         self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_length: int
     ) -> None:
-        """Add a `TokenCache` to the inputs, or set `use_cache=False` for a model whose state is not keys and values."""
+        """Add a `TokenCache` to the inputs. Set `use_cache=False` if this call cannot use one."""
         if config.use_cache is False:
             return
         cache = TokenCache(self.text_config, max_length)

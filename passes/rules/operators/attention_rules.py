@@ -1,4 +1,4 @@
-"""Local forms of ring attention (`ops/blockwise_attention.py`) and of caches (`ops/key_value_cache.py`)."""
+"""Local forms of ring attention (`ops/blockwise_attention.py`) and caches (`ops/key_value_cache.py`)."""
 
 from __future__ import annotations
 
