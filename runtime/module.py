@@ -187,9 +187,8 @@ class ParallelModule(
         self._extra_state = extra_state(model)
         connect_state_dicts()
         bind_calls(self, model)
-        self._copies: dict[
-            int, Tensor
-        ] = {}  # keys are ids of the model's buffers, so that a buffer with two names stays one tensor
+        # Keys are ids of the model's buffers, so that a buffer with two names stays one tensor.
+        self._copies: dict[int, Tensor] = {}
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
         self._begin_steps(check_replicas)
@@ -439,10 +438,8 @@ class ParallelModule(
         is_new = program not in self._executables
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new or self._in_flight.is_cold)
-        rows, tensors = (
-            min((tensors[name].size(0) for name in program.row_inputs or ()), default=0),
-            {**tensors, **criterion},
-        )
+        rows = min((tensors[name].size(0) for name in program.row_inputs or ()), default=0)
+        tensors = {**tensors, **criterion}
         trains = purpose != "step" or backward_hooks.trains(self._local_parameters, inputs)
         called = ComparedCall(purpose, self._calls[purpose], text, tensors, program.row_inputs, rows, problem, trains)
         comparison = Comparison(called, self._process)

@@ -32,6 +32,8 @@ TOLERANCE = 1e-5
 
 For dtypes with fewer digits it is four times their precision. Different batches have a distance of about 1.
 """
+_LARGEST = 1e100
+"""Limit of values whose sum overflows, such as the lowest number of float64 in a mask."""
 SMALLEST = 1e-6
 """Mean magnitude below which an input's values are treated as rounding around zero."""
 _SAME_BATCH = "pass the same global batch on every rank; or parallelize(..., local_batch=True), and pass local samples"
@@ -289,7 +291,7 @@ def _projections(tensor: Tensor, number: int) -> list[float]:
     array = sample.resolve_neg().to("cpu", torch.float64).numpy()  # read-only: it may share memory with the input
     total = float(np.abs(array).sum())
     if not math.isfinite(total):
-        array = np.nan_to_num(array, nan=3.0, posinf=5.0, neginf=-5.0)
+        array = np.nan_to_num(array, nan=3.0, posinf=5.0, neginf=-5.0).clip(-_LARGEST, _LARGEST)
         total = float(np.abs(array).sum())
     size = max(total / count, SMALLEST)
     unit = max(TOLERANCE, 4 * torch.finfo(values.dtype).eps)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import warnings
 
 import dist
@@ -13,7 +14,7 @@ from torch import nn
 import autopart
 from autopart.errors import InputError, RuntimeSetupError
 from autopart.runtime.consistency.checksums import WEIGHTED_WORDS, checksum
-from autopart.runtime.consistency.same_call import ComparedCall
+from autopart.runtime.consistency.same_call import ComparedCall, _projections
 
 WIDTH, ROWS = 8, 4
 
@@ -213,6 +214,14 @@ def test_another_shape_in_a_later_step():
 
 def test_other_roundings_are_no_other_data():
     assert dist.run_ranks(step_on, 2, "rounding", 3, "step") == [(0, "nothing")] * 2
+
+
+def test_the_lowest_number_of_a_mask_is_compared():
+    lowest = torch.finfo(torch.float64).min
+    mask = torch.tensor([[0, lowest, lowest], [0, 0, lowest]], dtype=torch.float64)
+    numbers = _projections(mask, 0)
+    assert all(map(math.isfinite, numbers)) and numbers == _projections(mask.clone(), 0)
+    assert numbers != _projections(mask.flip(1), 0)
 
 
 def catch_an_error_alone():

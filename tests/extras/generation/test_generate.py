@@ -6,7 +6,9 @@ import torch
 from generating_models import MODELS
 
 import autopart
+from autopart.errors import InputError, UsageError
 from autopart.ir.mesh import Mesh
+from autopart.ops.key_value_cache import CacheStore
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 SAMPLED = {"max_new_tokens": 6, "do_sample": True, "top_k": 20, "temperature": 0.9}
@@ -42,3 +44,97 @@ def assert_as_on_one_device(name, mesh, **options):
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_one_device(name, mesh):
     assert_as_on_one_device(name, mesh)
+
+
+def during_training(mesh, options):
+    """Tokens before and after a step of the optimizer, and after a change of modes; errors; sizes of the caches."""
+    model, example, prompt = MODELS["llama"]()
+    pm = autopart.parallelize(model, mesh, example_kwargs=example, **options)
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.5)
+    found, sizes = [], set()
+    write = CacheStore.write
+
+    def watched(store, x, positions, name, length):
+        cache = write(store, x, positions, name, length)
+        sizes.add(tuple(cache.shape))
+        return cache
+
+    CacheStore.write = watched
+    try:
+        for _ in range(2):
+            pm.model.layers[0].eval()
+            found.append(pm.generate(**prompt, **GREEDY))
+            assert pm.training and not pm.model.layers[0].training and pm.model.layers[1].training
+            pm.train()
+            pm.step(**example)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        CacheStore.write = write
+    found.append(pm.generate(**prompt, **GREEDY, use_cache=False))
+    torch.manual_seed(torch.distributed.get_rank())
+    drawn = [pm.generate(**prompt, **SAMPLED) for _ in range(2)]
+    messages = []
+    for refused in REFUSED:
+        try:
+            pm.generate(**prompt, max_new_tokens=2, **refused)
+        except UsageError as error:
+            messages.append(str(error))
+    prompt["input_ids"][0, -1] += torch.distributed.get_rank()
+    try:
+        pm.generate(**prompt, **GREEDY)
+    except InputError as error:
+        messages.append(str(error))
+    return found, drawn, sizes, messages
+
+
+REFUSED = [{"num_beams": 2}, {"max_time": 1.0}, {"cache_implementation": "quantized"}, {"prompt_lookup_num_tokens": 2},
+           {"past_key_values": ()}]  # fmt: skip
+MESSAGES = [
+    "generate() does not support beam search on a partitioned model",
+    "generate(max_time=1.0) is not supported on a partitioned model",
+    "generate(cache_implementation='quantized') is not supported by autopart",
+    "generate() does not support assisted generation on a partitioned model",
+    "generate(past_key_values=...) is not supported for a partitioned model",
+    "the ranks are called with different values of input_ids",
+]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("mesh", "options", "size"), [
+    ("tp2", {}, (2, 1, 64, 8)), ("dp2", {"zero": 3}, (1, 2, 64, 8)), ("pp2", {}, (2, 2, 64, 8)),
+])  # fmt: skip
+def test_generation_between_steps(mesh, options, size):
+    model, example, prompt = MODELS["llama"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(2):
+        expected.append(model.eval().generate(**prompt, **GREEDY))
+        model.train()(**example).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected.append(model.eval().generate(**prompt, **GREEDY))
+    assert not torch.equal(expected[0], expected[1])
+    ranks = dist.run_ranks(during_training, 2, mesh, options, timeout_s=300.0)
+    for found, drawn, sizes, messages in ranks:
+        assert all(map(torch.equal, found, expected)), (found, expected)
+        assert all(map(torch.equal, drawn, ranks[0][1])) and not torch.equal(*drawn)
+        assert sizes == {size}
+        assert [message.splitlines()[0] for message in messages] == MESSAGES
+
+
+def refusals():
+    pm = autopart.parallelize(torch.nn.Linear(4, 4), "dp2", example_args=(torch.ones(2, 4),))
+    model, example, prompt = MODELS["gpt2"]()
+    local = autopart.parallelize(model, "dp2", example_kwargs=example, local_batch=True)
+    texts = []
+    for call in (lambda: pm.generate(torch.ones(1, 1)), lambda: local.generate(**prompt)):
+        with pytest.raises(UsageError) as caught:
+            call()
+        texts.append(str(caught.value).splitlines()[0])
+    return texts
+
+
+def test_refusals():
+    expected = ["Linear cannot generate", "generate() is not supported with local_batch=True"]
+    assert dist.run_ranks(refusals, 2, timeout_s=200.0) == [expected] * 2
