@@ -152,6 +152,7 @@ def test_every_operator_is_tried():
         "attention_runs",
         "ring_attention",  # tests/parallel/test_ring.py
         "positions",
+        "update_cache",  # tests/extras/generation/test_generate.py
         "ctc_loss",
         "ctc_loss_grad",
         "attention_dropout",  # these three: tests/parallel/test_attention_dropout.py
