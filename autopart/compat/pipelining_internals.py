@@ -20,7 +20,7 @@ _SCHEDULES = {
 def schedule_class(schedule: str) -> Any:
     """Return torch's class of a pipeline schedule.
 
-    This file imports `torch.distributed.pipelining` only inside functions, because that imports torch.compile, which
+    This file imports `torch.distributed.pipelining` only inside functions. The import also imports torch.compile, which
     takes as long as importing torch.
     """
     from torch.distributed import pipelining

@@ -43,7 +43,10 @@ def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
 
 
 def selections_in(atoms: Atoms) -> set[str]:
-    """Return the data-dependent kinds among these atoms: one kind for each mask that selects elements."""
+    """Return the kinds of those atoms whose size depends on data.
+
+    There is one kind for each mask that selects elements.
+    """
     return {atom.kind for atom in atoms if atom.kind.startswith(_COUNTED)}
 
 

@@ -192,8 +192,8 @@ class Mesh:
         """Return the flattened axes over which ZeRO can shard a parameter, largest first.
 
         The first one combines all axes that ZeRO can use: `dp_cp_ep`. The next ones combine fewer axes, for parameters
-        whose dims are not divisible by the size of the first one. Every name begins with `dp`, even if `dp` has size
-        1, so that no name is also the name of a single axis such as `ep`, on which layouts are chosen.
+        whose dims are not divisible by the size of the first one. Every name begins with `dp`, even if `dp` has size 1.
+        So no flattened axis has the name of a single axis such as `ep`, on which layouts are chosen.
 
         Args:
             cutting: axes that shard the parameter already and cannot be used, such as `ep` for the weights of experts.

@@ -83,11 +83,11 @@ class SourceOptions:
 
 
 def from_callable(name: str, options: SourceOptions) -> ModelSource:
-    """Return the model of `package.module:callable`, with an example if it returns `(model, kwargs)`.
+    """Return the model that `package.module:callable` makes, and its example if it returns both.
 
-    The module is found on Python's path or in the current directory. Raises InputError if there is no such callable or
-    it returns something else, and OptionError if the options set a batch or sequence, because the callable makes its
-    own example.
+    The callable returns the model, or `(model, kwargs)` with the arguments of an example call. The module is found on
+    Python's path or in the current directory. Raises InputError if there is no such callable or it returns something
+    else. Raises OptionError if the options set a batch or sequence, because the callable makes its own example.
     """
     for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
         if value is not None:

@@ -348,10 +348,11 @@ class _Counter:
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
 
     def _as_causal(self, work: Work, node: fx.Node, keys: int) -> Work:
-        """Convert attention work whose FLOPs count only attended keys to work of causal attention.
+        """Convert the work of an attention to work of causal attention.
 
-        The FLOPs of causal attention count all keys, of which half are masked, so the FLOPs are doubled. The prediction
-        of causal attention then halves them again and adds the masked keys in blocks that are only partly masked.
+        `work` counts only the keys that a query attends. In causal work, `flops` counts all keys. Half of the keys are
+        masked, so the FLOPs are doubled here. The prediction halves them again, and adds the masked keys of those
+        blocks that are only partly masked.
 
         Args:
             keys: number of all keys.

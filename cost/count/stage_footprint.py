@@ -33,7 +33,7 @@ class MemoryBuffer:
     """A memory buffer on one rank.
 
     Args:
-        lives: True if the buffer is persistent: it exists before and after a microbatch, as that of a parameter does.
+        lives: True if the buffer exists before and after a microbatch, such as the buffer of a parameter.
         made_by: the node that allocates it.
         again: True for a gathered or cast weight. Such a buffer is not saved for backward. If the backward reads the
             weight, it gathers or casts it again.

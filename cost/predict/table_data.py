@@ -188,9 +188,10 @@ def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
-    """Yield {"runs": runs, "times": number of following blocks that repeat these runs, with the first}.
+    """Compress the runs of a model: yield each repeated sequence once, with its number of repetitions.
 
-    A run is a sequence of consecutive operators of one block. "times" is omitted if it is 1.
+    A run is a sequence of consecutive operators of one block. The items are {"runs": runs, "times": repetitions}, where
+    "times" is omitted if it is 1.
 
     Args:
         runs: all runs of the model, in order.

@@ -260,7 +260,7 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
 
     Args:
         order: the operators, as in `Table.order`.
-        others_beside: True if equal blocks run before and after these operators, so that weights of these blocks are
+        others_beside: True if equal blocks run before and after these operators. The weights of these blocks are then
             prefetched.
     """
     if not order:

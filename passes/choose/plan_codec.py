@@ -225,7 +225,10 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
-    """Return `{operator: {axis: strategy}}` in graph order. `decode` can reuse it for other traces."""
+    """Return the chosen strategies as `{operator: {axis: strategy}}`, in graph order.
+
+    `decode` can reuse them for other traces of the model.
+    """
     nodes, chosen = on_parameters(trace.graph), decisions.features
     return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 

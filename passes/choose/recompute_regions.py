@@ -177,10 +177,11 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
     """Return the calls of a region that the backward recomputes.
 
-    They are the block's operators, and calls that depend on them. Other calls of the region, such as layout conversions
-    of its inputs, are not recomputed, and their outputs are saved. Exception: a call is recomputed if its output is
-    larger than its inputs and is used only in the region, such as the all-gather of a weight. If a value was received
-    from another stage as shards, it is gathered once, before the region.
+    A region consists of the calls in a stage graph that compute one block. The recomputed calls are the operators of
+    the block, and calls that depend on them. Other calls, such as layout conversions of the region's inputs, run only
+    in the forward, and their outputs are saved. There is one exception: such a call is recomputed if its output is
+    larger than its inputs and is used only in the region. An example is the all-gather of a weight. A value that
+    another stage has sent as shards is gathered only once, before the region.
     """
     members = traced_calls.intersection(run)
     for node in run:

@@ -1,7 +1,7 @@
 """Dims of the batch in values whose sizes alone do not show it.
 
-A dim of an input is the batch if it is the first dim and has the batch's size. Two kinds of values need more: tensors
-that the model creates, and inputs whose first dim is a sequence that is as long as the batch is large.
+Usually a dim of an input is the batch if it is the first dim and has the batch's size. Two kinds of values need more
+analysis: tensors that the model creates, and inputs whose first dim is a sequence as long as the batch is large.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tupl
 
 
 def find_other_dims(graph: fx.Graph, batch: int) -> bool:
-    """Find inputs whose first dim has the size of the batch, and is another dim.
+    """Find inputs whose first dim has the size of the batch, but is not the batch.
 
-    An example are positions of shape [sequence] for tokens of shape [batch, sequence] of equal sizes.
-    If such a dim were the batch, an operator would combine it with a dim that is not the batch, and have the batch of
-    another operand in addition (`tokens [batch, sequence, width] + positions [sequence, width]`). These inputs get the
-    fact `first_dim_is_data`. Returns True if an input was found.
+    Example: in `tokens [batch, sequence, width] + positions [sequence, width]`, `positions` is such an input if
+    sequence and batch have equal sizes. Its first dim is aligned with the sequence of `tokens`, so it cannot be the
+    batch. These inputs get the fact `first_dim_is_data`. Returns True if an input was found.
     """
     inputs = {n: shape(n) for n in graph.find_nodes(op="placeholder") if shape(n) and shape(n)[0] == batch}
     if not any(batch in sizes[1:] for sizes in inputs.values()):

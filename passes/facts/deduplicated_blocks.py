@@ -54,7 +54,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
-    """Raise NotDeduplicable if a block of a stage graph cannot represent the blocks that are left out.
+    """Raise NotDeduplicable unless a block of a stage graph can represent the blocks that were left out.
 
     The block must equal the blocks before and after it in operators, shapes and recomputation. Its nodes must be
     adjacent in the graph.

@@ -234,9 +234,9 @@ def _gradient_first(
 ) -> list[tuple[str, Placement]]:  # fmt: skip
     """Reorder the steps of a layout conversion: steps that convert only the gradient come first.
 
-    These steps are between two replicated placements, such as `R` and `R(grad P)`. Exception: if a parameter is stored
-    over a flattened axis (`dp_cp`), a step on one of its mesh axes (`dp`) is not moved, because the gradient exists
-    only after the gather over the flattened axis.
+    These steps are between two replicated placements, such as `R` and `R(grad P)`. Exception: ZeRO stores a parameter
+    over a flattened axis (`dp_cp`), and its gradient exists only after the gather over this axis. So a step on one of
+    the flattened axes (`dp`) is not moved.
     """
     all_steps, joined = list(steps), {part for axis in source for part in mesh_axes_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps

@@ -101,7 +101,7 @@ def _replaced_noise(random: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
-    """Raise OptionError if `rng` is "exact" and a random operator cannot give a single device's numbers."""
+    """Raise OptionError if `rng="exact"` but a random operator cannot draw a single device's numbers."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
             raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")

@@ -159,7 +159,7 @@ class StepUnshard:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the all-gather."""
+        """Start the all-gather of the bucket's parameters."""
         names, unsharded = self.shards.names, self.unsharded
         targets = [unsharded.parameters[name].detach() for name in names] if unsharded.is_in_place else None
         self.wait = self.shards.gather([unsharded.shards[name] for name in names], targets)

@@ -46,7 +46,7 @@ class LayerModes:
         return copied
 
     def attach(self, root: nn.Module) -> None:
-        """Connect to the partitioned model `root`."""
+        """Use `root` as the partitioned model whose modes and attributes `settings` collects."""
         self._root, self.changed = weakref.ref(root), True
 
     @property

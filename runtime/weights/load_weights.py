@@ -127,7 +127,7 @@ def _origin(model: nn.Module, source: Any) -> WeightSource:
 
 
 class Construction:
-    """Weights from a constructor."""
+    """Source of a model's weights: the user's function that constructs the model."""
 
     def __init__(self, model: nn.Module, build: Callable[[], nn.Module]):
         self._constructor = Constructor(build)
@@ -150,7 +150,7 @@ class Construction:
 
 
 class Checkpoint:
-    """Weights from safetensors files."""
+    """Source of a model's weights: a checkpoint in safetensors files."""
 
     def __init__(self, model: nn.Module, path: str | Path):
         self._files = SafetensorsFiles(path)

@@ -48,7 +48,7 @@ FORM = "dp_sync='top_k:0.01', or {'strategy': 'top_k', 'ratio': 0.01, 'only': {'
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a `dp_sync` method: it changes gradients or models, and has these parameters.
+    """Specification of a `dp_sync` method: whether it changes gradients or models, and its parameters.
 
     `takes`: {parameter: default value}. None marks a required parameter.
     """

@@ -245,7 +245,10 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 
 def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
-    """Return name patterns of modules with replicated parameters and sharded inputs (a norm per head)."""
+    """Return name patterns of modules whose parameters are replicated, but whose inputs are sharded.
+
+    An example is the norm of each attention head.
+    """
     patterns: dict[str, None] = {}
     for path, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]

@@ -58,7 +58,11 @@ class _FaultSearch:
         self.joined = nx.Graph((node, user) for node in self.active for user in _users(node) if user in self.order)
 
     def suspects(self, first: Mismatch | None) -> set[fx.Node]:
-        """Return the operators from which the search starts."""
+        """Return the operators from which the search starts.
+
+        They are the operator that computes the first wrong value, or the users of this value if only its gradient is
+        wrong. Without a first wrong value they are all operators.
+        """
         if first is None:
             return set(self.active)
         source, _ = source_of(first.node)

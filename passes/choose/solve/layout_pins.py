@@ -116,7 +116,7 @@ class AxisConstraints:
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
     def _adapt_to_inner_axes(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
-        """Adapt a strategy to the axes that were solved earlier (inner axes) and shard the same factor.
+        """Adapt a strategy to the earlier chosen strategies of inner axes, which shard the same factor.
 
         If each shard on this axis is a union of shards on the inner axes, the strategy is unchanged. Otherwise the
         result splits each shard of the inner axes. Returns None if neither is possible.

@@ -20,7 +20,10 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Strategy that shards a factor on an axis that is already solved, and the size of that axis."""
+    """An operator's strategy on an inner axis, and the size of that axis.
+
+    An inner axis is an axis that was solved earlier. The strategy shards a factor that another axis may shard too.
+    """
 
     strategy: Strategy
     ranks: int

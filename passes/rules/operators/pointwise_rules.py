@@ -24,8 +24,8 @@ def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]
     The function returns None for overloads that reduce (`max(x)`).
 
     Args:
-        linear: sets of argument positions that can be partial sums at once. If the argument at such a position is a
-            Python number, it must be 0: `x + 1` is not linear.
+        linear: sets of argument positions. If all arguments of a set are partial sums, so is the result: `(0, 1)` for
+            `x + y`. A Python number at such a position must be 0: `x + 1` is not linear.
     """
 
     def rule(node: fx.Node) -> Pattern | None:
