@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import nn
 
 from autopart.errors import InputError, OptionError
+from autopart.integrations import connect_imported_libraries
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.options import (
@@ -219,6 +220,7 @@ def _module(
         weights=weights, scales_loss=compiler.scales_loss,
     )  # fmt: skip
     compiler.reseed(module.initial_seed)
+    connect_imported_libraries()
     return module
 
 

@@ -24,6 +24,7 @@ from autopart.runtime.batch.lookup_checks import LookupChecks
 from autopart.runtime.batch.loss_module import Criterion, named_criterion
 from autopart.runtime.checkpoint.full_optimizer import OptimizerStateMethods
 from autopart.runtime.checkpoint.optimizer_state import connect_state_dicts
+from autopart.runtime.checkpoint.pretrained_folder import PretrainedFolderMethods
 from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, Loading, extra_state, shapes_of, with_shard_offsets
 from autopart.runtime.comm.call_random import check_exact
 from autopart.runtime.comm.process_mesh import connect, device_of, meet
@@ -117,15 +118,9 @@ class ProgramSource(Protocol):
 
 
 class ParallelModule(
-    GenerateMethods,
-    MeshMethods,
-    LossScalingMethods,
-    ClippingMethods,
-    SyncMethods,
-    OptimizerStateMethods,
-    FlushMethods,
-    ModuleMethods,
-):
+    GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, OptimizerStateMethods,
+    PretrainedFolderMethods, FlushMethods, ModuleMethods,
+):  # fmt: skip
     """A model partitioned over a device mesh.
 
     Every rank creates it from the same model and calls it with the same global batch. With `local_batch` each rank

@@ -42,7 +42,8 @@ BELOW = {
     "proof": (*PLANNING, "runtime", "recipe"),
     "tuning": (*PLANNING, "runtime", "recipe", "proof"),
     "extras": ALL_BUT_FRONT,
-    "front": (*ALL_BUT_FRONT, "extras"),
+    "integrations": ALL_BUT_FRONT,
+    "front": (*ALL_BUT_FRONT, "extras", "integrations"),
 }
 # Files directly in passes/ that passes are written with.
 DRIVER = ("dump", "pass_pipeline", "rewriting")
@@ -74,7 +75,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "graphs": ("comm", "shards", "batch"),
         "sharded_tensor": ("comm", "shards"),
         "consistency": ("comm", "shards"),
-        "checkpoint": ("comm", "shards", "consistency"),
+        "checkpoint": ("comm", "weights", "shards", "gradients", "consistency"),
         "training": ("comm", "shards", "gradients", "sharded_tensor"),
     },
 }
@@ -100,6 +101,7 @@ TRANSFORMERS_MODULES = (
     "autopart.runtime.weights.transformers_names",
     "autopart.extras.generation.caches",
     "autopart.extras.generation.generating_model",
+    "autopart.integrations.transformers",
 )
 COMPAT = "autopart.compat"
 # Where operators are known by name: rules, rewrites, and what reads the formula of a loss that the rewrites write.

@@ -1,0 +1,293 @@
+"""Folders in the format of `from_pretrained`: safetensors files, an index, and the config.
+
+Every rank writes some of the files. A file is gathered tensor by tensor, so that no rank has the full model in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopart.common.files import write_whole
+from autopart.compat.torch_function_internals import local_values
+from autopart.errors import CheckpointError, UsageError
+from autopart.ir.program import Program
+from autopart.ir.sharding import local_shard_of
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.comm.stage_ranks import stage_style_of
+from autopart.runtime.comm.watchdog import meeting
+from autopart.runtime.consistency.replicas import Replicas
+from autopart.runtime.gradients.gradient_sync import GradientSync
+from autopart.runtime.shards.shard_owners import shard_info_of
+from autopart.runtime.shards.shard_state import gather
+from autopart.runtime.weights.load_weights import Checkpoint
+from autopart.runtime.weights.safetensors_files import INDEX, SINGLE
+from autopart.tracing.meta_copy import Source
+
+GATHERED_BYTES = 2**27
+"""Bytes of tensors that are gathered together, or the bytes of one tensor if it is larger."""
+ADAPTER = "adapter_model.safetensors"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of the model's state dict in a folder. `stored`: name of the sharded parameter, or None for a buffer."""
+
+    name: str
+    size_bytes: int
+    stored: str | None
+
+
+def saved_tensors(model: nn.Module, program: Program, dtypes: Mapping[str, torch.dtype]) -> list[SavedTensor]:
+    """Return the tensors that a folder of the model has. A tied tensor has one name, as transformers saves it."""
+    ties = getattr(model, "_tied_weights_keys", None) or ()
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    names: dict[Any, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and name not in ignored:
+            names.setdefault(program.stored_names.get(name, id(value)), []).append(name)
+    result = []
+    for key, group in names.items():
+        name = next((one for one in group if not any(re.search(tie, one) for tie in ties)), group[0])
+        value = model.state_dict(keep_vars=True)[name] if not isinstance(key, str) else None
+        if value is None:
+            numel = torch.Size(program.parameters[key].shape).numel()
+            result.append(SavedTensor(name, numel * dtypes[key].itemsize, key))
+        else:
+            result.append(SavedTensor(name, value.numel() * value.itemsize, None))
+    return result
+
+
+def files_of(tensors: Sequence[SavedTensor], max_bytes: int) -> list[list[SavedTensor]]:
+    """Divide tensors over files of at most `max_bytes`, or one tensor per file if it is larger."""
+    files: list[list[SavedTensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not files or size + tensor.size_bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.size_bytes
+    return files
+
+
+def bytes_of(size: int | str) -> int:
+    """Return a number of bytes, given as a number or as a text such as "5GB"."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
+    if isinstance(size, int) and size > 0:
+        return size
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"max_shard_size={size!r} is not a size", hint="a number of bytes, or '5GB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+class PretrainedFolderMethods:
+    """Methods of a partitioned model that write and read folders in the format of `from_pretrained`."""
+
+    _process: Process
+    _source: Source
+    _schedule: str | None
+    _traced: Callable[[str], Program]
+    _replicas: Replicas
+    _local_parameters: dict[str, nn.Parameter]
+    _local_buffers: dict[str, Tensor]
+    _data_sync: GradientSync
+    _in_flight: Any
+
+    @meeting
+    def save_pretrained(
+        self, save_directory: str | Path, *, max_shard_size: int | str = "5GB", tokenizer: Any = None,
+        is_main_process: bool = True, save_function: Any = None, state_dict: None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Write a folder that `from_pretrained` loads on one device. Every rank must call it, with the same folder.
+
+        Every rank writes some of the safetensors files. The first rank writes the index and the config. Of a PEFT
+        model, the first rank writes the adapter, as PEFT does.
+
+        Args:
+            max_shard_size: largest size of a file: bytes, or a text such as "5GB". A tensor is never divided.
+            tokenizer: tokenizer or processor to save in the folder.
+            is_main_process, save_function: accepted for scripts of accelerate, and not used.
+            state_dict: must be None.
+        Raises UsageError for other options, CheckpointError on every rank if a rank cannot write.
+
+        Example:
+            pm.save_pretrained("tuned")  # on every rank
+            model = AutoModelForCausalLM.from_pretrained("tuned")  # in one process
+        """
+        if state_dict is not None or options:
+            name = "state_dict" if state_dict is not None else next(iter(options))
+            raise UsageError(f"save_pretrained({name}=...) does not work for a partitioned model",
+                             why="every rank writes the tensors that it gathers from all ranks",
+                             hint="pm.full_state_dict(), and save_pretrained of the unpartitioned model")  # fmt: skip
+        program = self._traced("save_pretrained()")
+        self._replicas.check_before("save_pretrained", program, self._local_parameters)
+        folder, model = Path(save_directory), self._source.model
+        with self._raised_on_every_rank(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(model, "peft_config"):
+            trained = [name for name in program.parameters if model.get_parameter(name).requires_grad]
+            values = self._gathered(program, trained)
+            with self._raised_on_every_rank(folder):
+                if self._process.rank == 0:
+                    model.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
+        else:
+            self._save_files(program, model, folder, bytes_of(max_shard_size))
+        with self._raised_on_every_rank(folder):
+            if self._process.rank == 0 and tokenizer is not None:
+                tokenizer.save_pretrained(str(folder))
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Load weights from a folder of safetensors files. Each rank reads its shards only.
+
+        A folder with an adapter of PEFT is loaded into the adapter of the partitioned PEFT model. Raises
+        CheckpointError if the files do not fit the model.
+        """
+        program, model = self._traced("load_pretrained()"), self._source.model
+        self._in_flight.check_landed("load_pretrained()")
+        if hasattr(model, "peft_config"):
+            self._load_adapter(program, model, Path(folder))
+            return
+        checkpoint = Checkpoint(model, folder)
+        cuts = {}
+        for name, parameter in self._local_parameters.items():
+            info = shard_info_of(parameter)
+            assert info is not None
+            cuts[name] = info.local_splits
+        with torch.no_grad(), local_values():
+            for name, value in checkpoint.read(cuts):
+                self._local_parameters[name].copy_(value)
+            for name, value in checkpoint.non_parameters().items():
+                if name in self._local_buffers:
+                    self._local_buffers[name].copy_(value)
+
+    def _load_adapter(self, program: Program, model: Any, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        if not (folder / ADAPTER).is_file():
+            raise CheckpointError(f"{folder} has no {ADAPTER}", why="the partitioned model is a PEFT model",
+                                  hint="a folder that save_pretrained of a PEFT model has written")  # fmt: skip
+        values, own_names = load_file(str(folder / ADAPTER)), adapter_names(program, model)
+        missing = sorted(own_names.keys() - values.keys())
+        if missing:
+            raise CheckpointError(f"the adapter in {folder} does not fit the model", why=f"it lacks {missing[:8]}",
+                                  hint="an adapter that was saved with the same PEFT config")  # fmt: skip
+        loaded = {own_names[name]: value for name, value in values.items() if name in own_names}
+        with torch.no_grad(), local_values():
+            for name, parameter in self._local_parameters.items():
+                info = shard_info_of(parameter)
+                if name in loaded and info is not None:
+                    parameter.copy_(local_shard_of(loaded[name], info.local_splits))
+
+    def _save_files(self, program: Program, model: nn.Module, folder: Path, max_bytes: int) -> None:
+        num_ranks = self._process.mesh.num_ranks
+        dtypes = {name: model.get_parameter(name).dtype for name in program.parameters}
+        tensors = saved_tensors(model, program, dtypes)
+        total = sum(tensor.size_bytes for tensor in tensors)
+        files = files_of(tensors, min(max_bytes, max(1, -(-total // num_ranks))))
+        width, names = len(files), []
+        for index in range(width):
+            names.append(SINGLE if width == 1 else f"model-{index + 1:05}-of-{width:05}.safetensors")
+        for start in range(0, width, num_ranks):  # in a round, each rank writes one file
+            own: dict[str, Tensor] = {}
+            for offset, file in enumerate(files[start : start + num_ranks]):
+                for group in files_of(file, GATHERED_BYTES):
+                    values = self._gathered(program, [one.stored for one in group if one.stored is not None])
+                    if self._process.rank == offset:
+                        own |= {one.name: self._value(one, values).cpu().contiguous() for one in group}
+            with self._raised_on_every_rank(folder):
+                if own:
+                    write_file(own, folder / names[start + self._process.rank])
+        with self._raised_on_every_rank(folder):
+            if self._process.rank == 0:
+                placed = {one.name: name for file, name in zip(files, names, strict=True) for one in file}
+                write_index(folder, names, placed, total)
+                save_config(model, folder)
+
+    def _gathered(self, program: Program, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return {name: full tensor} on every rank."""
+        with local_values():
+            local = self._data_sync.replica_mean(self._local_parameters)
+            return gather(local, program, self._process, stage_style_of(self._schedule), set(names))
+
+    def _value(self, tensor: SavedTensor, gathered: Mapping[str, Tensor]) -> Tensor:
+        return self._local_buffers[tensor.name] if tensor.stored is None else gathered[tensor.stored]
+
+    def _raised_on_every_rank(self, folder: Path) -> Any:
+        return raised_on_every_rank(folder, self._process)
+
+
+@contextmanager
+def raised_on_every_rank(folder: Path, process: Process) -> Iterator[None]:
+    """Wait for all ranks at the end of a `with` block. If the block fails on a rank, raise an error on all."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever a file system or a tokenizer raises
+        problem = error
+    failed = torch.tensor(float(problem is not None))
+    reduce_over_all(failed, dist.ReduceOp.MAX, process)
+    if problem is not None:
+        raise CheckpointError(f"cannot write to {folder}", why=str(problem) or type(problem).__name__) from problem
+    if failed.item():
+        raise CheckpointError(f"cannot write to {folder}", why="another rank failed; it has the reason")
+
+
+def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. A file of that name is replaced when the new one is complete."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise CheckpointError(
+            "save_pretrained() needs the package safetensors", hint="pip install safetensors"
+        ) from None
+    part = path.with_name(f".{path.name}.part")
+    save_file(dict(tensors), str(part), metadata={"format": "pt"})
+    part.replace(path)
+
+
+def write_index(folder: Path, names: Sequence[str], placed: Mapping[str, str], total: int) -> None:
+    """Write the index of several files, and delete files and indices of earlier calls."""
+    earlier = [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]
+    if len(names) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}, indent=2)
+        write_whole(folder / INDEX, text + "\n")
+        earlier.remove(folder / INDEX)
+    for path in earlier:
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Write the config, and the generation config of a model that generates, if the model has them."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        if dtype is not None and hasattr(config, "dtype"):
+            config.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(str(folder))
+    if getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(str(folder))
+
+
+def adapter_names(program: Program, model: Any) -> dict[str, str]:
+    """Return {name in PEFT's file: name of the parameter} of a PEFT model's adapter."""
+    from peft import get_peft_model_state_dict
+
+    own = {name: p for name in program.parameters if (p := model.get_parameter(name)).requires_grad}
+    saved = get_peft_model_state_dict(model, state_dict=dict(own), save_embedding_layers=False)
+    names = {id(parameter): name for name, parameter in own.items()}
+    return {key: names[id(value)] for key, value in saved.items() if id(value) in names}
