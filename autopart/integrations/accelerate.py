@@ -1,6 +1,6 @@
 """accelerate for partitioned models: `Accelerator().prepare(pm, optimizer, dataloader, scheduler)`.
 
-A partitioned model places, wraps and synchronizes itself. So for accelerate the ranks are one process with one global
+A partitioned model moves, wraps and synchronizes itself. So for accelerate the ranks are one process with one global
 loss. With `local_batch=True` they are one process per data rank, for data loading and gathering only.
 """
 
@@ -42,6 +42,8 @@ class PartitionedAccelerator(Accelerator):
     """
 
     partitioned: ParallelModule
+    _models: list[Any]
+    _optimizers: list[Any]
 
     @property
     def num_processes(self) -> int:
@@ -120,7 +122,7 @@ class PartitionedAccelerator(Accelerator):
             yield
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors of all data ranks. Without `local_batch=True` every rank has the global tensor already."""
+        """Gather tensors of all data ranks. Without `local_batch=True`, return the global tensor unchanged."""
         if self.num_processes == 1:
             return tensor
         firsts = torch.tensor(self._first_ranks())
@@ -212,7 +214,10 @@ class DataRankScheduler(AcceleratedScheduler):
 
 
 def adopt(accelerator: Accelerator, module: ParallelModule) -> None:
-    """Give an Accelerator the methods for a partitioned model. Raises UsageError for options that do not fit."""
+    """Give an Accelerator the methods for a partitioned model.
+
+    Raises UsageError for options that do not fit.
+    """
     if isinstance(accelerator, PartitionedAccelerator):
         if accelerator.partitioned is not module:
             raise UsageError("an Accelerator can prepare one partitioned model", why="it has prepared another one",
@@ -273,7 +278,7 @@ def load_sharded(module: ParallelModule, optimizers: list[Any], folder: str | Pa
     """Load the result of `save_sharded`, on any mesh. A collective call."""
     torch_optimizers = [_torch_optimizer(one) for one in optimizers]
     weights, moments = get_state_dict(module, torch_optimizers)
-    state = {"model": weights, "optimizer": moments}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=Path(folder) / STATE)
     set_state_dict(module, torch_optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 

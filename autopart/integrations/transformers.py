@@ -1,4 +1,4 @@
-"""transformers' Trainer for partitioned models: `Trainer(model=pm, args=args, ...)` trains on all ranks of the mesh.
+"""transformers' Trainer for partitioned models: `Trainer(model=pm, args=args, ...)`.
 
 `Trainer.__init__` gives a trainer of a partitioned model, also one of a subclass, the methods of `PartitionedTrainer`.
 They replace what Trainer does per process: data loading, the training step, saving and loading.
@@ -40,7 +40,7 @@ REFUSED = {
 """{option of TrainingArguments: what to use with a partitioned model}."""
 
 
-class PartitionedTrainer:
+class PartitionedTrainer(Trainer):
     """Methods of a Trainer whose model is partitioned.
 
     Every rank loads the global batch: `per_device_train_batch_size` samples for each data rank of the mesh. With
@@ -226,7 +226,7 @@ class PartitionedTrainer:
 
 
 @functools.cache
-def partitioned(kind: type) -> Any:
+def partitioned(kind: Any) -> Any:
     """Return the subclass of a Trainer class that trains a partitioned model.
 
     `Trainer(model=pm)` and its subclasses become this class by themselves.
@@ -244,16 +244,17 @@ def connect() -> None:
     def initialise(self: Any, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         if not isinstance(model, ParallelModule):
             return original(self, model, args, *rest, **options)
-        _check(args, options)
+        _check(model, args, options)
         if not isinstance(self, PartitionedTrainer):
-            self.__class__ = partitioned(type(self))
+            kind: Any = type(self)
+            self.__class__ = partitioned(kind)
         original(self, model, args, *rest, **options)
         self._inspect_partitioned()
 
     Trainer.__init__ = initialise
 
 
-def _check(args: Any, options: Mapping[str, Any]) -> None:
+def _check(model: ParallelModule, args: Any, options: Mapping[str, Any]) -> None:
     """Raise UsageError for options of Trainer that do not work with a partitioned model."""
     if options.get("model_init") is not None:
         raise UsageError("model_init= does not work with a partitioned model",
@@ -261,8 +262,14 @@ def _check(args: Any, options: Mapping[str, Any]) -> None:
                          hint="model=autopart.parallelize(...)")  # fmt: skip
     for name, instead in REFUSED.items():
         if getattr(args, name, None):
-            raise UsageError(f"TrainingArguments({name}={getattr(args, name)!r:.40}) does not work with a partitioned "
-                             "model", why="the option changes a model that is not partitioned", hint=instead)  # fmt: skip
+            raise UsageError(
+                f"TrainingArguments({name}={getattr(args, name)!r:.40}) does not work with a partitioned model",
+                why="the option changes a model that is not partitioned",
+                hint=instead,
+            )
+    if getattr(args, "predict_with_generate", False) and not hasattr(model, "generate"):
+        raise UsageError("predict_with_generate=True does not work with a partitioned model",
+                         why="it has no generate()", hint="metrics from logits, without it")  # fmt: skip
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise UsageError("train_sampling_strategy='batch_rebalance' does not work with a partitioned model",
                          why="it shares out samples over all ranks", hint="'group_by_length'")  # fmt: skip

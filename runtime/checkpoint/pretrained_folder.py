@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,11 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the model's state dict in a folder. `stored`: name of the sharded parameter, or None for a buffer."""
+    """A tensor of the model's state dict in a folder.
+
+    Attributes:
+        stored: name of the sharded parameter; None for a buffer.
+    """
 
     name: str
     size_bytes: int
@@ -50,7 +55,10 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module, program: Program, dtypes: Mapping[str, torch.dtype]) -> list[SavedTensor]:
-    """Return the tensors that a folder of the model has. A tied tensor has one name, as transformers saves it."""
+    """Return the tensors that a folder of the model has.
+
+    A tied tensor has one name, as transformers saves it.
+    """
     ties = getattr(model, "_tied_weights_keys", None) or ()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     names: dict[Any, list[str]] = {}
@@ -62,7 +70,7 @@ def saved_tensors(model: nn.Module, program: Program, dtypes: Mapping[str, torch
         name = next((one for one in group if not any(re.search(tie, one) for tie in ties)), group[0])
         value = model.state_dict(keep_vars=True)[name] if not isinstance(key, str) else None
         if value is None:
-            numel = torch.Size(program.parameters[key].shape).numel()
+            numel = math.prod(program.parameters[key].shape)
             result.append(SavedTensor(name, numel * dtypes[key].itemsize, key))
         else:
             result.append(SavedTensor(name, value.numel() * value.itemsize, None))
@@ -110,10 +118,10 @@ class PretrainedFolderMethods:
         self, save_directory: str | Path, *, max_shard_size: int | str = "5GB", tokenizer: Any = None,
         is_main_process: bool = True, save_function: Any = None, state_dict: None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """Write a folder that `from_pretrained` loads on one device. Every rank must call it, with the same folder.
+        """Write a folder that `from_pretrained` loads on one device.
 
-        Every rank writes some of the safetensors files. The first rank writes the index and the config. Of a PEFT
-        model, the first rank writes the adapter, as PEFT does.
+        Every rank must call it, with the same folder. Every rank writes some of the safetensors files. The first rank
+        writes the index and the config. Of a PEFT model, the first rank writes the adapter, as PEFT does.
 
         Args:
             max_shard_size: largest size of a file: bytes, or a text such as "5GB". A tensor is never divided.
@@ -133,7 +141,8 @@ class PretrainedFolderMethods:
                              hint="pm.full_state_dict(), and save_pretrained of the unpartitioned model")  # fmt: skip
         program = self._traced("save_pretrained()")
         self._replicas.check_before("save_pretrained", program, self._local_parameters)
-        folder, model = Path(save_directory), self._source.model
+        folder = Path(save_directory)
+        model: Any = self._source.model
         with self._raised_on_every_rank(folder):
             folder.mkdir(parents=True, exist_ok=True)
         if hasattr(model, "peft_config"):
@@ -154,7 +163,8 @@ class PretrainedFolderMethods:
         A folder with an adapter of PEFT is loaded into the adapter of the partitioned PEFT model. Raises
         CheckpointError if the files do not fit the model.
         """
-        program, model = self._traced("load_pretrained()"), self._source.model
+        program = self._traced("load_pretrained()")
+        model: Any = self._source.model
         self._in_flight.check_landed("load_pretrained()")
         if hasattr(model, "peft_config"):
             self._load_adapter(program, model, Path(folder))
@@ -230,7 +240,7 @@ class PretrainedFolderMethods:
 
 @contextmanager
 def raised_on_every_rank(folder: Path, process: Process) -> Iterator[None]:
-    """Wait for all ranks at the end of a `with` block. If the block fails on a rank, raise an error on all."""
+    """Wait for all ranks at the end of a `with` block. If it fails on a rank, raise an error on all."""
     problem: Exception | None = None
     try:
         yield
@@ -270,7 +280,7 @@ def write_index(folder: Path, names: Sequence[str], placed: Mapping[str, str], t
 
 
 def save_config(model: Any, folder: Path) -> None:
-    """Write the config, and the generation config of a model that generates, if the model has them."""
+    """Write the config, and the generation config of a model that generates."""
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)

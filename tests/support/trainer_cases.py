@@ -74,7 +74,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean()), "rows": rows, "sum": total}
 
 
-def trainer(model: Any, folder: str | Path, kind: Any = Trainer, options: Any = None, **arguments: Any) -> Any:
+def trainer(
+    model: Any, folder: str | Path, kind: Any = Trainer, options: Any = None, num_eval: int = NUM_EVAL, **arguments: Any
+) -> Any:  # fmt: skip
     """Return a trainer of this dataset. `arguments`: of TrainingArguments; `options`: of the trainer."""
     defaults: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": ROWS, "per_device_eval_batch_size": ROWS,
@@ -85,7 +87,7 @@ def trainer(model: Any, folder: str | Path, kind: Any = Trainer, options: Any = 
     }  # fmt: skip
     args = TrainingArguments(**{**defaults, **arguments})
     given = {"compute_metrics": accuracy, **(options or {})}
-    return kind(model=model, args=args, train_dataset=Tokens(NUM_TRAIN), eval_dataset=Tokens(NUM_EVAL), **given)
+    return kind(model=model, args=args, train_dataset=Tokens(NUM_TRAIN), eval_dataset=Tokens(num_eval), **given)
 
 
 def trained(made: Any, **how: Any) -> list[dict[str, Any]]:

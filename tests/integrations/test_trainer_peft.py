@@ -1,0 +1,72 @@
+"""Trainer with PEFT on partitioned models: adapters equal those of one process, and are saved as PEFT saves them."""
+
+import copy
+
+import dist
+import pytest
+import torch
+import trainer_cases as cases
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+
+import autopart
+from autopart.errors import CheckpointError
+
+TIMEOUT_S = 280.0
+CONFIGS = {
+    "lora": lambda: LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+    "dora": lambda: LoraConfig(
+        r=2,
+        target_modules=["c_fc"],
+        fan_in_fan_out=True,
+        use_dora=True,
+        modules_to_save=["ln_f"],
+        task_type="CAUSAL_LM",
+    ),
+    "ia3": lambda: IA3Config(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]),
+}
+
+
+def adapted(name):
+    model = cases.gpt2()
+    torch.manual_seed(1)
+    return get_peft_model(model, CONFIGS[name]())
+
+
+def train_adapters(mesh, options, base, expected):
+    for name, (log, weights) in expected.items():
+        cases.forget_processes()
+        folder = f"{base}/{name}"
+        pm = autopart.parallelize(adapted(name), mesh, example_kwargs=cases.batch(), **options)
+        made = cases.trainer(pm, folder, num_train_epochs=1, save_strategy="steps", save_steps=1)
+        wrong = cases.differences(cases.trained(made), log)
+        assert not wrong, (mesh, name, wrong)
+        cases.check_weights(pm, weights, f"{mesh} {name}")
+        cases.forget_processes()
+        again = autopart.parallelize(adapted(name), mesh, example_kwargs=cases.batch(), **options)
+        made = cases.trainer(again, folder, num_train_epochs=1)
+        cases.trained(made, resume_from_checkpoint=f"{folder}/checkpoint-1")
+        cases.check_weights(again, weights, f"{mesh} {name}, resumed")
+        again.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors"):
+        again.load_pretrained(base)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("case", ["tp2", "pp2", "dp2 zero3"])
+def test_adapters_equal_those_of_one_process(case, tmp_path):
+    mesh, options = case.split()[0], {"zero": 3} if "zero3" in case else {}
+    rows = cases.ROWS * autopart.Mesh.parse(mesh).data_parallel_size
+    sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    expected = {}
+    for name in CONFIGS:
+        cases.forget_processes()
+        made = cases.trainer(adapted(name), tmp_path / "plain", num_train_epochs=1, **sizes)
+        expected[name] = (cases.trained(made), copy.deepcopy(made.model.state_dict()))
+    dist.run_ranks(train_adapters, 2, mesh, options, str(tmp_path), expected, timeout_s=TIMEOUT_S)
+    for name, (_, weights) in expected.items():
+        model = adapted(name)
+        model.load_state_dict(weights)
+        loaded = PeftModel.from_pretrained(cases.gpt2(), tmp_path / name)
+        with torch.no_grad():
+            right, got = model.eval()(**cases.batch()).logits, loaded.eval()(**cases.batch()).logits
+        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10, msg=name)
