@@ -69,7 +69,7 @@ class GenerateMethods(nn.Module):
 
 
 class _PartitionedModel:
-    """A partitioned model, as the package `autopart.extras.generation` calls it."""
+    """A partitioned model, with the interface that the package `autopart.extras.generation` needs."""
 
     def __init__(self, module: Any):
         self.module, self.process = module, module._process

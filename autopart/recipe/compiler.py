@@ -314,7 +314,7 @@ class Compiler:
         return replace(traced, programs={purpose: program}, plan=None, derived_from=(family, sizes))
 
     def _fits(self, call: Call, purpose: str) -> Callable[[_Traced], bool]:
-        """Return a function that tests if a trace serves a call, by its guards."""
+        """Return a function that returns True if a trace can be used for a call, because all its guards hold."""
         computed: dict[str, Any] = {}
 
         def fits(traced: _Traced) -> bool:

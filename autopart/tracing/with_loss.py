@@ -27,8 +27,8 @@ def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 def without_caches(output: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a model's output with None in place of transformers' key/value caches.
 
-    A loss function has already used the caches. A call with `use_cache=True` keeps them. Caches of `generate`
-    stay on their ranks, so they are always replaced.
+    The caches are not replaced in a call with `use_cache=True`, unless they are caches of `generate`, which stay on
+    their ranks.
     """
     wants_cache = any(call.get("use_cache") for call in (arguments, arguments.get("call")) if isinstance(call, Mapping))
 
@@ -42,7 +42,7 @@ def without_caches(output: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 class LocalCache:
-    """Base of the caches that `generate` passes to a traced model. Their contents stay on the ranks."""
+    """Base class of the caches that `generate` passes to a traced model. Their tensors stay on the ranks."""
 
 
 def _is_cache(leaf: Any) -> bool:

@@ -266,7 +266,7 @@ class TableCost:
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """Parameters of each rank of the pipeline (by `pp` coordinate): {name: name in `Table.parameters`}."""
+        """For each `pp` coordinate, the parameters that its ranks store: {name: name in `Table.parameters`}."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
         return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 

@@ -385,8 +385,7 @@ def _shard_sections(
 
     Each section is then sharded over all ranks. `()` is one section, which gives contiguous shards. If a factor merges
     several dims, such as (heads, head size), it can have one section per head: each rank then has a shard of every
-    head.
-    A factor can also have the sections that other operators need, such as q, k and v of a fused projection.
+    head. A factor can also have the sections that other operators need, such as q, k and v of a fused projection.
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:

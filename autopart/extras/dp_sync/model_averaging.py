@@ -99,10 +99,11 @@ def _mixed(
 def _gradient_tracking(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport
 ) -> None:
-    """Run gradient tracking: x = W x - step(q) and q = W q + g - (previous g), starting with q = g.
+    """Run gradient tracking: each rank has an estimate q of the mean gradient, which its optimizer uses.
 
-    The optimizer gets q in place of the gradient g. After its step, W x - x is added to x. Parameters and q are sent in
-    one message.
+    With the mixing matrix W of the gossip graph, parameters x and gradient g, a step is q = W q + g - (previous g) and
+    then x = W x - step(q). The first q is g. The optimizer gets q in place of g. After its step, W x - x is added to x.
+    Parameters and q are sent in one message.
     """
     sent: list[dict[str, Tensor]] = []
     for replica, state in zip(parameters, states, strict=True):

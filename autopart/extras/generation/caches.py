@@ -35,13 +35,16 @@ def padded_length(length: int) -> int:
 
 
 def holds_keys_only(config: Any) -> bool:
-    """Return True if all layers cache keys and values; False for Mamba and other recurrent layers."""
+    """Return True if the caches of all layers contain only keys and values.
+
+    The result is False for Mamba and other recurrent layers.
+    """
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
     return all(type(layer) in kinds for layer in DynamicCache(config=config).layers)
 
 
 class _Layer(CacheLayerMixin):
-    """One layer of a `TokenCache`: sizes of masks, no tensors."""
+    """One layer of a `TokenCache`. It knows the sizes of attention masks, but stores no tensors."""
 
     is_compileable = True
 
@@ -89,7 +92,7 @@ class TokenCache(Cache):
 class TracedCache(Cache, LocalCache):
     """Cache that a model gets while it is traced. Writes become `autopart.update_cache` operators.
 
-    Both tensors are inputs of the program. Their first dim has size 1, so that it cannot be the batch dim.
+    `positions` and `slots` are inputs of the program. Their first dim has size 1, so that it cannot be the batch dim.
 
     Args:
         positions: index in the cache of each new token, of shape [1, tokens].
@@ -129,7 +132,10 @@ class _Recomputed(Cache):
 
 
 class _NeverUpdated(dict[int, bool]):
-    """Flags of the layers whose cross-attention is cached: none."""
+    """Dict {layer: True if its cross-attention is cached} that ignores assignments.
+
+    So no layer counts as cached, and every call computes the keys and values again.
+    """
 
     def __setitem__(self, layer: int, is_updated: bool) -> None: ...
 

@@ -27,7 +27,7 @@ _CACHES = (None, "static", "dynamic", "hybrid", "sliding_window")
 
 
 class PartitionedModel(Protocol):
-    """The partitioned model, as `generate` uses it."""
+    """Interface of the partitioned model that `generate` uses."""
 
     def __call__(self, **inputs: Any) -> Any:
         """Return the model's output for the global batch, on every rank."""

@@ -41,8 +41,8 @@ class ValueCall:
     """Record of a torch call, by which its result can be computed again.
 
     The tensors among the call's arguments are replaced by `ValueCall`, `InputTensor` and `Metadata` objects. If the
-    call returns several tensors, `place` is the index of the recorded one. `place` is None if the
-    result is a Python value. `of_inputs` is True if the result depends on the inputs of the traced call.
+    call returns several tensors, `place` is the index of the recorded one. `place` is None if the result is a Python
+    value. `of_inputs` is True if the result depends on the inputs of the traced call.
     """
 
     func: Callable[..., Any]

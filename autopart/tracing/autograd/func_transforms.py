@@ -153,7 +153,7 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
 
 
 def _attach(graph: fx.Graph) -> None:
-    """Remove the `detach` calls that autograd inserts for saved tensors.
+    """Remove the `detach` calls that autograd inserts for saved tensors, which would stop the gradient.
 
     `detach` calls of the model's code stay. Raises LostInTrace for an operator whose gradient cannot be traced, such as
     a fused backward operator.

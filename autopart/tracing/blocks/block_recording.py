@@ -89,7 +89,7 @@ class Template:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """{id of a stand-in tensor: index of the recorded result for which the tensor is passed to Python}."""
+        """{id of a stand-in tensor: index of the result that the tensor replaces in the block's Python code}."""
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:

@@ -210,7 +210,10 @@ def _form(value: Any) -> Any:
 def _have_like_parameters(
     traced: Trace, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]
 ) -> bool:  # fmt: skip
-    """Return True if all blocks have equal parameters (names, metadata), each used in its block only."""
+    """Return True if all blocks have equal parameters: names and metadata.
+
+    Also requires that no parameter is used outside of its block.
+    """
     container = f"{chain[0].path}."
     held: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for name, parameter in traced.parameters.items():

@@ -54,7 +54,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class NotARepeat(Exception):
-    """Exception: a block for which the graph has one node turns out to differ from the recorded block."""
+    """Exception: a block that the graph contains as one node is found to differ from the recorded block."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class OwnGenerators:
                 _set_state(generator, np.random.RandomState(seed).get_state(legacy=False))
 
     def name_of(self, place: int, model: nn.Module) -> str:
-        """Return the name of a generator: the attribute or variable that holds it, if there is one."""
+        """Return the name of a generator: the attribute or variable in which it is stored, if there is one."""
         generator = self.generators[place]
         paths = {id(vars(module)): f"{path or 'self'}." for path, module in model.named_modules()}
         files = [vars(sys.modules[type(module).__module__]) for module in model.modules()]
@@ -101,7 +101,10 @@ _KINDS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Entropy:
-    """Context manager that records reads of the operating system's random bytes, as by `default_rng()`."""
+    """Context manager that records when code reads the operating system's random bytes.
+
+    For example, `numpy.random.default_rng()` without a seed reads them.
+    """
 
     def __enter__(self) -> Entropy:
         self.is_read = False

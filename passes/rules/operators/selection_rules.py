@@ -87,8 +87,9 @@ def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | 
 def shifts_indices(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
     """Return True if a call would use wrong indices when its input `position` is sharded over the batch.
 
-    Indices of selected elements then count from the rank's first sample. Operators that index with them
-    (`Pattern.tied`) expect such indices, so the result is False for them.
+    This happens if the input contains indices of selected elements (`mask.nonzero()`): each rank counts them from its
+    first sample, not from the first sample of the batch. The result is False for operators that index with them
+    (`Pattern.tied`), because these operators expect local indices.
     """
     indices = positions_of(source)
     if indices is None or position in pattern.tied or positions_of(node) is not None:
