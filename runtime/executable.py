@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,10 @@ from autopart.runtime.shards.shard_state import broadcast_from
 from autopart.runtime.training.backward_hooks import DeferredHooks, defer_hooks
 from autopart.runtime.training.loss_scaling import LossScaling, explain_missing_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by, scaled
+from autopart.tracing.call_cache import Recent
+
+_MAX_PIPELINES = 8
+"""Maximum number of sequence lengths and batch sizes for which a pipeline is cached."""
 
 
 class Executable:
@@ -87,12 +92,32 @@ class Executable:
         separate_names = reduced_names.union(self.unsharded.shards, data_sync.methods)
         self.reduced_parameters = [parameter for name, parameter in self.parameters.items() if name in separate_names]
         """Parameters whose gradients ranks reduce after their backwards."""
-        self.pipeline: Pipeline | None = None
+        self.schedule = schedule
         self.rows = LocalBatch(program, process)
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
         if "pp" in process.groups:
-            self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))
             create_tied_groups(program, process, self.stage_style)
+        self._pipelines: Recent[Pipeline] = Recent(_MAX_PIPELINES)
+        self.pipeline = self._pipeline_of(program)
+
+    def use(self, program: Program) -> None:
+        """Run the following calls with the sizes of this program, which has the same graphs."""
+        program = replace(program, parameters=self.program.parameters)
+        self.program = self.rows.program = program
+        for module in self.modules:
+            module.use(program)
+        self.pipeline = self._pipeline_of(program)
+
+    def _pipeline_of(self, program: Program) -> Pipeline | None:
+        """Return the pipeline that sends values of the program's sizes, None if the mesh has no pipeline."""
+        if "pp" not in self.process.groups:
+            return None
+        schedule = self.schedule or default_schedule(program)
+        pipeline = self._pipelines.get(
+            tuple(program.sizes.values()), lambda: Pipeline(self.modules, program, self.process, schedule)
+        )
+        pipeline.use()
+        return pipeline
 
     def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
         """Return the model's flat outputs for the global batch. Differentiable if the mesh has no pipeline.

@@ -82,12 +82,12 @@ def run_lockstep(
     with one_stream(program, inputs, device) as rewind:
         for stage in program.stages:
             rewind()
-            values = _prologue_values(stage, device, buffers, inputs)
+            values = _prologue_values(stage, device, buffers, [*inputs, *program.sizes.values()])
             ranks = stage_ranks(program, stage.index, stage_style)
             count = len(stage.inputs)
             keywords = {rank: _rank_arguments(program, stage, values[:count], rank) for rank in ranks}
             updates = values[count:]
-            runs.append(_StageRun(stage, program.mesh, keywords, parameters, buffers, device, primitives, updates))
+            runs.append(_StageRun(stage, program, keywords, parameters, buffers, device, primitives, updates))
 
     outputs: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in runs[-1].ranks}
     for microbatch in range(program.microbatches):
@@ -164,7 +164,7 @@ class _StageRun:
     def __init__(
         self,
         stage: Stage,
-        mesh: Mesh,
+        program: Program,
         keywords: Mapping[int, list[dict[str, Any]]],
         parameters: Mapping[int, Mapping[str, Tensor]],
         buffers: Mapping[str, Tensor],
@@ -176,15 +176,16 @@ class _StageRun:
         self.prologue_updates = prologue_updates
         self.graph_updates: list[list[PerRank]] = []
         self.parameters, self.buffers, self.device = parameters, buffers, device
-        self.mesh, self.ranks = mesh, list(keywords)
-        self.coordinates = {rank: mesh.coordinates(rank) for rank in self.ranks}
-        self.graph = with_mask_structure(stage, self._common_mask_structures()).graph.graph
+        self.mesh, self.ranks = program.mesh, list(keywords)
+        self.coordinates = {rank: self.mesh.coordinates(rank) for rank in self.ranks}
+        mask_structures = self._common_mask_structures(program.sizes)
+        self.graph = with_mask_structure(stage, mask_structures, sizes=program.sizes).graph.graph
         self.last_uses = _last_uses(self.graph)
 
-    def _common_mask_structures(self) -> dict[str, MaskStructure]:
-        """Return {mask: structure} for masks whose structure is equal on all ranks and microbatches."""
+    def _common_mask_structures(self, sizes: Mapping[str, int]) -> dict[str, MaskStructure]:
+        """Return {mask: structure} of masks with the same structure on all ranks and microbatches."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
-        masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
+        masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage), sizes)
         mask_structures = [
             mask_structures
             for microbatches in self.keywords.values()
@@ -274,13 +275,17 @@ class _StageRun:
         dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
         result: PerRank = {}
         for group in groups_along(self.mesh, self.ranks, axis):
-            x, _, *arguments = (
-                [values[argument][rank] for rank in group] if isinstance(argument, fx.Node) else argument
-                for argument in node.args
-            )
+            x, _, *arguments = (_of_group(argument, values, group) for argument in node.args)
             converted = convert_list(name, x, *arguments, primitives=self.primitives, dtypes=dtypes)
             result.update(zip(group, converted, strict=True))
         return {rank: result[rank] for rank in self.ranks}
+
+
+def _of_group(argument: Any, values: Mapping[fx.Node, PerRank], group: Sequence[int]) -> Any:
+    """Return a collective's argument on a group of ranks: a list of tensors, or one number, which is equal on all."""
+    if isinstance(argument, fx.Node) and isinstance(values[argument][group[0]], Tensor):
+        return [values[argument][rank] for rank in group]
+    return fx.map_arg(argument, lambda node: values[node][group[0]])
 
 
 def _sum_along(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Tensor]:

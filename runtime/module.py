@@ -430,7 +430,8 @@ class ParallelModule(
                 problem = problem or frozen_error(self._source.model, program)
             problem = problem or self._unreduced.problem(program) or self._data_sync.problem(purpose == "step")
         text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
-        is_new = program not in self._executables
+        key: Any = program if self._in_flight.needs_own_programs else program.shared_graphs or program
+        is_new = key not in self._executables
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new or self._in_flight.is_cold)
         rows = min((tensors[name].size(0) for name in program.row_inputs or ()), default=0)
@@ -461,7 +462,9 @@ class ParallelModule(
             criteria = self._criteria.get(program, lambda: Criterion(criterion, self._process.device))
             criteria.follow(criterion, self._in_flight.drain)
         with outside_inference_mode():
-            executable = self._executables.get(program, make)
+            executable = self._executables.get(key, make)
+        if isinstance(executable, Executable) and key is program.shared_graphs:
+            executable.use(program)
         if self.training and self._program is not None:
             self._replicas.next_step(self._program, self._local_parameters)
         return executable, comparison

@@ -48,6 +48,11 @@ class OverlappedBatches:
         """True if the executable of the batch in flight has not finished a batch before."""
         return False
 
+    @property
+    def needs_own_programs(self) -> bool:
+        """True if programs of different sizes must not share graphs, because batches of two can run at once."""
+        return False
+
     def bind(self, program: Program, make: Callable[..., Executable]) -> StepRunner:
         """Return an object that runs training steps of a program on this rank.
 

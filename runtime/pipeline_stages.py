@@ -100,13 +100,15 @@ class StageModule(nn.Module):
         self.compiled = compile and not has_caches(stage.graph.graph.nodes)  # a compiler could overwrite the cache
         self.reducer = reducer
         self.tensors = {**tensors, **unsharded.parameters}
-        stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)
+        constant_masks = frozenset[str]()
+        if not program.sizes:
+            stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)
         self.stage = stage
         prologue: Any = self._bind(stage.prologue)
-        self.constants = Constants(prologue)
+        self.constants = Constants(prologue, program.sizes)
         prologue.real_recompile()
         self.prologue = prologue.forward  # not a submodule, because it has no trained parameters
-        self.masks = StageMasks(stage, self._bind, constant_masks)
+        self.masks = StageMasks(stage, self._bind, constant_masks, program.sizes)
         self.specialized_graphs: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)
         """{mask structures: the stage's graph specialised to them}."""
         self.graph = self._specialized_graph(()).graph
@@ -147,7 +149,7 @@ class StageModule(nn.Module):
 
     def _specialized_graph(self, mask_structures: MaskStructures) -> _BoundGraph:
         def write() -> _BoundGraph:
-            stage = with_mask_structure(self.stage, dict(mask_structures), self.process.device)
+            stage = with_mask_structure(self.stage, dict(mask_structures), self.process.device, self.program.sizes)
             graph = self._bind(stage.graph)
             blocks = insert_unshard_blocks(graph, self.program, self.process, self.reducer, self.compiled)
             graph = insert_unshard_points(graph, [*self.reducer.buckets, *self.reducer.shared])
@@ -162,7 +164,8 @@ class StageModule(nn.Module):
 
     def load(self, inputs: Sequence[Any]) -> None:
         """Compute this stage's inputs from the global batch, and split them into this rank's microbatches."""
-        values = self.prologue(*inputs)
+        self.constants.use(self.program.sizes)
+        values = self.prologue(*inputs, *self.program.sizes.values())
         count = len(self.stage.inputs)
         arguments = stage_arguments(
             self.program, self.stage.inputs, values[:count], self.process.coordinates,
@@ -175,6 +178,10 @@ class StageModule(nn.Module):
             for named, one in zip(arguments, graphs, strict=True)
         ]
         self.loaded = _Loaded(used_arguments, mask_structures, graphs, prologue_updates=values[count:])
+
+    def use(self, program: Program) -> None:
+        """Run the following calls with the sizes of this program, which has the same graphs."""
+        self.program, self.stage = program, program.stages[self.stage.index]
 
     def unload(self, failed: bool = False) -> None:
         for bound in self.specialized_graphs.values():
@@ -256,7 +263,6 @@ class Pipeline:
         self.program, self.process, self.stage_style = program, process, stage_style_of(schedule)
         self.modules = [module for module in modules if not module.stage.is_tail]
         self.tail = next((TailRun(module) for module in modules if module.stage.is_tail), None)
-        self.modules[-1].tail = self.tail
         self.loss_scale = 1.0
         stages = [self._pipeline_stage(module) for module in self.modules]
         options: dict[str, Any] = {
@@ -266,9 +272,13 @@ class Pipeline:
         }
         self.schedule = schedule_class(schedule)(stages[0] if schedule in SINGLE_STAGE else stages, **options)
 
+    def use(self) -> None:
+        """Make the stages send to the tail of this pipeline."""
+        self.modules[-1].tail = self.tail
+
     def _pipeline_stage(self, module: StageModule) -> Any:
         returned = _examples(module.stage.sends[:1] if module.is_last else module.stage.sends, self.process)
-        if module.tail is not None:
+        if module is self.modules[-1] and self.tail is not None:
             returned = (torch.empty((), device="meta", requires_grad=True),)
         # With example inputs and outputs, pipelining does not run the stage to infer shapes.
         stage = stage_class()(

@@ -115,6 +115,8 @@ class Facts(TypedDict, total=False):
     on_host: bool  # it computes its value on the CPU in a model that is on a GPU
 
     # Of a node of a stage graph.
+    scores: tuple[int | str, int | str]  # of a call that reads a mask, in a graph with sizes as inputs: the numbers
+    # of queries and keys, or the names of the inputs with these numbers
     origin: str  # the traced node whose value it computes
     layout: Layout  # the layout of that value
     region: int  # number of the nodes that are recomputed together

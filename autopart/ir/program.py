@@ -286,6 +286,10 @@ class Program:
     """Dtype in which ranks reduce gradients of parameters; None: the dtype of the gradient."""
     dp_sync: SyncOption = ALL_REDUCE
     """Method by which data-parallel ranks synchronize gradients or models."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that the graphs have as inputs, such as the sequence length. They are the last inputs of each prologue."""
+    shared_graphs: object = None
+    """Programs with the same object have the same graphs, and differ in sizes. None: no other program has them."""
 
     @property
     def tail(self) -> Stage | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ from autopart.ops.key_value_cache import has_caches
 from autopart.ops.mask_key_ranges import MaskStructure, key_ranges_of_window, mask_structure_of
 from autopart.ops.masked_attention import blocks_fit
 from autopart.ops.operators import autopart_ops
+
+LARGEST_MASK = 2**24
+"""Scores above which a mask that depends only on positions is not materialised to detect its structure."""
+
+ALL = 2**40
+"""In a `MaskWindow` that is independent of the sequence length: all keys before, or after, a query."""
+
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 _COPIED_FACTS = ("nn_module_stack", "stack_trace", "key", "region", "on_host", "block", "times")
 """Facts of a call that are copied to the nodes written for it."""
@@ -110,14 +119,38 @@ def _adds_mask(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.add.Tensor and "attention" in facts(node)
 
 
-def scores_of(call: fx.Node) -> tuple[int, int]:
-    """Return (number of queries, number of keys) of a call that reads a mask."""
+def scores_of(call: fx.Node, sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, int]:
+    """Return (number of queries, number of keys) of a call that reads a mask.
+
+    Args:
+        sizes: values of the graph's size inputs, if it has any.
+    """
+    if sized := facts(call).get("scores"):
+        queries, keys = (sizes[number] if isinstance(number, str) else number for number in sized)
+        return queries, keys
     if is_ring(call):
         return shape(call)[-2], int(argument(call, "size"))
     if not is_attention(call):
         return shape(call)[-2], shape(call)[-1]
     query, key = call.args[:2]
     return shape(query)[-2], shape(key)[-2]
+
+
+def at_any_length(structure: MaskStructure, queries: int, keys: int) -> MaskStructure | None:
+    """Return a structure in a form that is equal for all sequence lengths, None if no kernel supports it.
+
+    >>> at_any_length(MaskWindow(before=7, after=0), 8, 8) == MaskWindow(ALL, 0)  # causal
+    True
+    """
+    if not isinstance(structure, MaskWindow):
+        return structure
+    window = MaskWindow(
+        ALL if structure.before >= queries - 1 else structure.before,
+        ALL if structure.after >= keys - 1 and structure.before >= queries - 1 else structure.after,
+    )
+    if window == (ALL, ALL) or (queries == keys and (window == (ALL, 0) or blocks_fit(structure, queries))):
+        return window
+    return None
 
 
 def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
@@ -149,8 +182,9 @@ def input_independent_masks(stage: Stage) -> tuple[list[fx.Node], list[StageInpu
 
 
 def with_mask_structure(
-    stage: Stage, bands: Mapping[str, MaskStructure | None], device: torch.device | None = None
-) -> Stage:
+    stage: Stage, bands: Mapping[str, MaskStructure | None], device: torch.device | None = None,
+    sizes: Mapping[str, int] = NO_SIZES,
+) -> Stage:  # fmt: skip
     """Return a copy of the stage in which attention uses the known mask structure instead of mask tensors.
 
     Masks that lose their last use are removed, and so are the stage inputs that only these masks needed.
@@ -159,13 +193,15 @@ def with_mask_structure(
         stage: the stage.
         bands: {name of a mask: its structure}.
         device: device on which the stage runs. None: unknown.
+        sizes: values of the graph's size inputs. If structures are those of `at_any_length`, the result serves all
+            sizes with the same structures.
     """
     if not bands and not any(map(_is_any_attention, stage.graph.graph.nodes)):
         return stage
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(stage.graph.graph, copies))
     structure_of = {copies[mask]: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}
-    return _apply_structure(replace(stage, graph=StageGraph(stage.graph, graph)), structure_of, device)
+    return _apply_structure(replace(stage, graph=StageGraph(stage.graph, graph)), structure_of, device, sizes)
 
 
 def as_traced(program: Program) -> Program:
@@ -204,13 +240,14 @@ def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Nod
 
 
 def _apply_structure(
-    stage: Stage, structure_of: Mapping[fx.Node, MaskStructure], device: torch.device | None = None
-) -> Stage:
+    stage: Stage, structure_of: Mapping[fx.Node, MaskStructure], device: torch.device | None = None,
+    sizes: Mapping[str, int] = NO_SIZES,
+) -> Stage:  # fmt: skip
     """Rewrite the attention calls of a stage for known mask structure, in its graph, and return the stage."""
     graph, of_masks = stage.graph.graph, ancestors_of(structure_of)
     for mask, band in structure_of.items():
         for call in [user for user in mask.users if mask_of(user) is mask]:
-            _rewrite_call(call, band)
+            _rewrite_call(call, band, *scores_of(call, sizes))
     for call in list(filter(is_attention, graph.nodes)):
         if argument(call, "is_causal"):
             facts(call)["cost"] = cost_notes(call)._replace(is_causal=True)
@@ -228,12 +265,11 @@ def _apply_structure(
     return replace(stage, inputs=inputs, prologue=_with_outputs(stage.prologue, is_read))
 
 
-def _rewrite_call(call: fx.Node, band: MaskStructure) -> None:
+def _rewrite_call(call: fx.Node, band: MaskStructure, queries: int, keys: int) -> None:
     """Rewrite one attention call to use the mask structure instead of its mask.
 
     The call keeps its mask if computing the window in blocks is not cheaper, or if no kernel supports the structure.
     """
-    queries, keys = scores_of(call)
     if is_ring(call):
         runs = key_ranges_of_window(band, queries, keys).runs() if isinstance(band, MaskWindow) else band
         call.args = (*call.args[:4], None, *call.args[5:7])
@@ -247,8 +283,9 @@ def _rewrite_call(call: fx.Node, band: MaskStructure) -> None:
             call.args, call.kwargs = (*call.args[:3], [number for run in band for number in run]), options
             _count_attended(call, band)
         return
+    is_full = band.before >= queries - 1 and band.after >= keys - 1
     if not is_attention(call):
-        if band == (queries - 1, keys - 1):
+        if is_full and "scores" not in facts(call):
             sizes, scores = list(shape(call)), call.args[0 if _adds_mask(call) else 1]
             same = zip(reversed(sizes), reversed(shape(scores)), strict=False)
             for dim, (size, scores_size) in enumerate(same, 1):
@@ -257,9 +294,9 @@ def _rewrite_call(call: fx.Node, band: MaskStructure) -> None:
             call.graph.erase_node(call)
         return
     options = {name: argument(call, name) for name in ("scale", "enable_gqa")}
-    if band == (queries - 1, keys - 1):
+    if is_full:
         _without_mask(call, is_causal=False)
-    elif band == (queries - 1, 0) and queries == keys:
+    elif band.before >= queries - 1 and band.after == 0 and queries == keys:
         _without_mask(call, is_causal=True)
     elif queries == keys and len(shape(call)) == 4 and not dropout_probability(call) and blocks_fit(band, queries):
         call.target = autopart_ops.window_attention.default

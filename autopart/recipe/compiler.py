@@ -257,7 +257,7 @@ class Compiler:
                 traced = self._trace(given, training, settings, loss_fn, with_outputs, slots)
             traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
             if derived is not None:
-                check_derived(self._write(derived, purpose), self._write(traced, purpose))
+                check_derived(family.derived(sizes, purpose, constant=True)[0], self._write(traced, purpose))
             if traced.can_be_derived_from:
                 family.add(sizes, traced)
             return self._traced.add(key, traced)

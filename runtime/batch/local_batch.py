@@ -36,7 +36,7 @@ def globally_used_inputs(program: Program) -> frozenset[str]:
         outputs: Any = graph.output_node().args[0]
         split_outputs = {index for index, one in enumerate(stage.inputs) if one.batch_dim == 0 and not one.sections}
         global_outputs = {output for index, output in enumerate(outputs) if index not in split_outputs}
-        for name, node in zip(program.input_names, graph.find_nodes(op="placeholder"), strict=True):
+        for name, node in zip(program.input_names, graph.find_nodes(op="placeholder"), strict=False):
             if node in global_outputs or any(user.op != "output" for user in node.users):
                 used.add(name)
     return frozenset(used)

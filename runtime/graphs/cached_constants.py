@@ -1,11 +1,11 @@
-"""Cache of prologue outputs that depend on no input, such as relative positions.
+"""Cache of prologue outputs that depend on no input but sizes, such as relative positions.
 
 A prologue is the part of a stage that runs on the global batch, before the microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from autopart.ir.facts import facts
 from autopart.ir.subgraphs import erase_unused, extract_subgraph, is_leaf_value
+from autopart.tracing.call_cache import Recent
 
 MOST_BYTES = 2**25
 """Maximum bytes of a value that is cached.
@@ -21,30 +22,53 @@ Larger values, for very long sequences, are computed in each call.
 """
 
 
+_MAX_SIZES = 4
+"""Maximum number of sequence lengths and batch sizes for which the values are cached."""
+
+
 class Constants:
-    """Cache of prologue outputs that depend on no input. They are computed once, at construction.
+    """Cache of prologue outputs that depend on no input but sizes. They are computed once for each size.
 
     Args:
         prologue: the prologue of a stage on this rank. It is changed to return the cached values.
+        sizes: names of the size inputs of the prologue.
     """
 
-    def __init__(self, prologue: fx.GraphModule):
+    def __init__(self, prologue: fx.GraphModule, sizes: Collection[str] = ()):
         graph = prologue.graph
-        constants = _input_independent(graph)
+        constants = _input_independent(graph, sizes)
         cached = [node for node in constants if _is_small(node) and graph.output_node() in node.users]
-        self.values: tuple[Tensor, ...] = ()
+        self.prologue = prologue
+        self.compute = extract_subgraph(prologue, cached) if cached else None
+        self.reads = [] if self.compute is None else [
+            str(node.target) for node in self.compute.graph.find_nodes(op="placeholder")
+        ]  # fmt: skip
         self.storages: set[int] = set()
-        if not cached:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self.values = extract_subgraph(prologue, cached)()
-        self.storages = {value.untyped_storage().data_ptr() for value in self.values}
-        for index, (node, value) in enumerate(zip(cached, self.values, strict=True)):
-            setattr(prologue, f"held_{index}", value)
+        self.by_size: Recent[tuple[Tensor, ...]] = Recent(_MAX_SIZES)
+        for index, node in enumerate(cached):
+            setattr(prologue, f"held_{index}", None)
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.create_node("get_attr", f"held_{index}"))
         erase_unused(graph, constants)
         prologue.recompile()
+        if not self.reads:
+            self.use({})
+
+    def use(self, sizes: Mapping[str, int]) -> None:
+        """Make the prologue return the values for these sizes."""
+        if self.compute is None:
+            return
+        read = {name: sizes[name] for name in self.reads}
+        values = self.by_size.get(tuple(read.values()), lambda: self._computed(read))
+        self.storages = {value.untyped_storage().data_ptr() for value in values}
+        for index, value in enumerate(values):
+            setattr(self.prologue, f"held_{index}", value)
+
+    def _computed(self, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        assert self.compute is not None
+        with torch.inference_mode(False), torch.no_grad():
+            values: tuple[Tensor, ...] = self.compute(**sizes)
+        return values
 
     def copy_cached(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return `values`, with copies of values that share memory with the cache.
@@ -58,13 +82,14 @@ class Constants:
         return is_plain and value.untyped_storage().data_ptr() in self.storages
 
 
-def _input_independent(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on no input, buffer or random number."""
-    constants = set[fx.Node]()
+def _input_independent(graph: fx.Graph, sizes: Collection[str]) -> set[fx.Node]:
+    """Return the nodes that depend on no input but sizes, and on no buffer or random number."""
+    size_inputs = {node for node in graph.find_nodes(op="placeholder") if node.target in sizes}
+    known = set(size_inputs)
     for node in graph.nodes:
-        if not is_leaf_value(node) and constants.issuperset(node.all_input_nodes):
-            constants.add(node)
-    return constants
+        if not is_leaf_value(node) and known.issuperset(node.all_input_nodes):
+            known.add(node)
+    return known - size_inputs
 
 
 def _is_small(node: fx.Node) -> bool:

@@ -12,15 +12,20 @@ from torch import Tensor, fx
 from autopart.ir.program import Program, Stage, StageInput
 from autopart.ops.mask_key_ranges import KeyRangeEvaluator, MaskStructure, key_ranges_of, mask_structure_of
 from autopart.ops.masked_attention import mask_window_of
-from autopart.ops.stage_masks import input_independent_masks, mask_graph, masks_of, scores_of, with_mask_structure
+from autopart.ops.stage_masks import (
+    LARGEST_MASK,
+    at_any_length,
+    input_independent_masks,
+    mask_graph,
+    masks_of,
+    scores_of,
+    with_mask_structure,
+)
 from autopart.runtime.batch.batch_split import stage_arguments
 from autopart.runtime.comm.process_mesh import Process
 
 MaskStructures = tuple[tuple[str, MaskStructure], ...]
 """[(mask name, structure)] of a stage."""
-
-_LARGE = 2**24
-"""Number of elements above which a mask that depends only on positions is analyzed symbolically."""
 
 
 def specialize_constant_masks(
@@ -40,7 +45,10 @@ def specialize_constant_masks(
     names = frozenset(mask.name for mask in masks)
     if not masks:
         return stage, names
-    if max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, masks) for call in calls) > _LARGE:
+    if (
+        max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, masks) for call in calls)
+        > LARGEST_MASK
+    ):
         return with_mask_structure(
             stage, _analyze_large_masks(stage, program, process, masks, inputs, graph), process.device
         ), names
@@ -82,19 +90,23 @@ def _analyze_large_masks(
     return mask_structures
 
 
-def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> MaskStructure | None:
+def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, int]) -> MaskStructure | None:
     """Return the structure of a mask: causal, sliding window or full. None if it has another structure.
 
-    Also None if the attention calls that use the mask differ in their numbers of queries or keys.
+    Also None if the attention calls that use the mask differ in their numbers of queries or keys. In a graph with
+    sizes as inputs, the structure is that of `at_any_length`.
     """
-    scores = {*map(scores_of, calls)}
+    scores = {scores_of(call, sizes) for call in calls}
     if len(scores) > 1:
         return None
     (queries, keys) = scores.pop()
+    structure: MaskStructure | None
     if mask.dtype == torch.bool and queries != keys == mask.size(-1):
         intervals = key_ranges_of(mask)
-        return mask_structure_of(intervals, queries, keys) if intervals is not None else None
-    return mask_window_of(mask, queries, keys)
+        structure = mask_structure_of(intervals, queries, keys) if intervals is not None else None
+    else:
+        structure = mask_window_of(mask, queries, keys)
+    return at_any_length(structure, queries, keys) if structure is not None and sizes else structure
 
 
 class StageMasks:
@@ -103,9 +115,14 @@ class StageMasks:
     Args:
         bind: function that prepares a graph of the stage for this rank.
         without: names of masks to ignore.
+        sizes: names of the size inputs of the stage.
     """
 
-    def __init__(self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], without: Collection[str] = ()):
+    def __init__(
+        self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], without: Collection[str] = (),
+        sizes: Collection[str] = (),
+    ):  # fmt: skip
+        self.sizes = {stage_input.name for stage_input in stage.inputs}.intersection(sizes)
         self.calls = {mask: calls for mask, calls in masks_of(stage).items() if mask.name not in without}
         self.make = bind(mask_graph(stage, list(self.calls))) if self.calls else None
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
@@ -130,11 +147,12 @@ class StageMasks:
     @torch.no_grad()
     def _detect(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> MaskStructures:
         masks = make(**{name: arguments[name] for name in self.reads})
+        sizes = {name: arguments[name] for name in self.sizes}
         cache: dict[Any, MaskStructure | None] = {}
         pairs = []
         for (mask, calls), value in zip(self.calls.items(), masks, strict=True):
-            key = id(value), frozenset(map(scores_of, calls))
+            key = id(value), frozenset(scores_of(call, sizes) for call in calls)
             if key not in cache:
-                cache[key] = _structure_of(value, calls)
+                cache[key] = _structure_of(value, calls, sizes)
             pairs.append((mask.name, cache[key]))
         return tuple((name, band) for name, band in pairs if band is not None)

@@ -226,6 +226,10 @@ class InFlight(OverlappedBatches):
     def is_cold(self) -> bool:
         return self.batch is not None and not self.batch.pair.is_warm
 
+    @property
+    def needs_own_programs(self) -> bool:
+        return True
+
     def bind(self, program: Program, make: Callable[..., Executable]) -> ExecutablePair:
         return ExecutablePair(program, self, make)
 

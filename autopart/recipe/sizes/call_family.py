@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from autopart.ir.program import Program
-from autopart.recipe.sizes.fitted_values import Fitted, fit, no_nodes
+from autopart.recipe.sizes.fitted_values import Fitted, evaluated, fit
 from autopart.recipe.sizes.program_template import ProgramTemplate
 from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
 from autopart.tracing.python.size_conditions import SizeCondition
@@ -70,7 +70,7 @@ class _Conditions:
     def check(self, sizes: Sizes) -> None:
         """Raise NotDerivable if the model's Python would decide otherwise for these sizes."""
         for fitted in self.fitted:
-            condition = fitted(sizes, no_nodes)
+            condition = evaluated(fitted, sizes)
             if not condition.holds:
                 raise NotDerivable(f"{condition.name}({condition.left}, {condition.right}) is not {condition.result}")
 
@@ -128,10 +128,13 @@ class CallFamily(Generic[Traced]):
             groups[tuple((c.name, c.result) for c in conditions if type(c.result) is bool)].append(call)
         yield from groups.values()
 
-    def derived(self, sizes: Sizes, purpose: str) -> tuple[Program, Traced]:
+    def derived(self, sizes: Sizes, purpose: str, constant: bool = False) -> tuple[Program, Traced]:
         """Return the program for a call that was not traced, and the traced call from which it was derived.
 
         Raises NotDerivable, with the reason.
+
+        Args:
+            constant: write the sizes into the graphs, instead of sharing graphs between the programs of all sizes.
         """
         error = NotDerivable("no traced calls have smaller and larger sizes")
         for calls in self.neighbours(sizes):
@@ -144,7 +147,8 @@ class CallFamily(Generic[Traced]):
                 values = variables.values(sizes)
                 template, conditions = self._template(purpose, calls, variables)
                 conditions.check(values)
-                return template.at(values), self.calls[calls[0]]
+                program = template.with_constant_sizes(values) if constant else template.at(values)
+                return program, self.calls[calls[0]]
             except NotDerivable as reason:
                 error = reason
         self.reason = str(error)

@@ -11,11 +11,10 @@ from torch import Tensor, fx
 
 from autopart.recipe.sizes.size_formula import NotDerivable, SizeFormula, Sizes, fit_integer
 
-Fitted = Callable[[Sizes, Callable[[fx.Node], fx.Node]], Any]
-"""Function `fitted(sizes, node_of)` that returns the value for these sizes.
-
-`node_of` maps nodes of the first trace to those of the new graph.
-"""
+Evaluate = Callable[[SizeFormula], Any]
+"""Returns what replaces an integer: its value for the sizes of a call, or a node that computes it."""
+Fitted = Callable[[Evaluate, Callable[[fx.Node], fx.Node]], Any]
+"""Called as fitted(evaluate, node_of), it returns a value. `node_of` maps nodes of the first trace."""
 
 
 def fit(values: Sequence[Any], sizes: Sequence[Sizes], numbers: Sequence[Any]) -> Fitted | None:
@@ -64,16 +63,16 @@ def fit(values: Sequence[Any], sizes: Sequence[Sizes], numbers: Sequence[Any]) -
 
 
 def _at(formula: SizeFormula) -> Fitted:
-    return lambda sizes, node_of: formula.at(sizes)
+    return lambda evaluate, node_of: evaluate(formula)
 
 
 def _entries(known: dict, parts: dict[Any, Fitted | None], build: Callable[[dict], Any]) -> Fitted | None:
     if not any(parts.values()):
         return None
 
-    def fitted(sizes: Sizes, node_of: Callable[[fx.Node], fx.Node]) -> Any:
+    def fitted(evaluate: Evaluate, node_of: Callable[[fx.Node], fx.Node]) -> Any:
         return build({
-            key: fx.map_arg(value, node_of) if (part := parts[key]) is None else part(sizes, node_of)
+            key: fx.map_arg(value, node_of) if (part := parts[key]) is None else part(evaluate, node_of)
             for key, value in known.items()
         })  # fmt: skip
 
@@ -89,9 +88,9 @@ def _fit_tensor(values: Sequence[Tensor], sizes: Sequence[Sizes]) -> Fitted | No
     if shape is None and strides is None:
         return None
 
-    def fitted(sizes: Sizes, node_of: Callable[[fx.Node], fx.Node]) -> Tensor:
-        new_shape = tuple(first.shape) if shape is None else shape(sizes, node_of)
-        new_strides = first.stride() if strides is None else strides(sizes, node_of)
+    def fitted(evaluate: Evaluate, node_of: Callable[[fx.Node], fx.Node]) -> Tensor:
+        new_shape = tuple(first.shape) if shape is None else shape(evaluate, node_of)
+        new_strides = first.stride() if strides is None else strides(evaluate, node_of)
         with getattr(first, "fake_mode", torch.device(first.device)):
             like = torch.empty_strided(new_shape, new_strides, dtype=first.dtype, device=first.device)
         return like.requires_grad_(first.requires_grad)
@@ -99,6 +98,6 @@ def _fit_tensor(values: Sequence[Tensor], sizes: Sequence[Sizes]) -> Fitted | No
     return fitted
 
 
-def no_nodes(node: fx.Node) -> fx.Node:
-    """Return the node unchanged: the argument `node_of` for values that contain no nodes."""
-    return node
+def evaluated(fitted: Fitted, sizes: Sizes, node_of: Callable[[fx.Node], fx.Node] = lambda node: node) -> Any:
+    """Return a value for these sizes. Raises NotDerivable if a formula gives no integer."""
+    return fitted(lambda formula: formula.at(sizes), node_of)

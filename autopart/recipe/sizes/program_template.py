@@ -7,18 +7,21 @@ becomes a formula of the sizes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from autopart.compat.torch_internals import LazyGraphModule
-from autopart.ir.program import Program, Stage, StageGraph
-from autopart.recipe.sizes.fitted_values import Fitted, fit, no_nodes
-from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
+from autopart.ir.facts import facts
+from autopart.ir.program import Program, Stage, StageGraph, StageInput
+from autopart.ops.stage_masks import LARGEST_MASK, is_ring, mask_of, scores_of
+from autopart.recipe.sizes.fitted_values import Fitted, evaluated, fit
+from autopart.recipe.sizes.size_formula import NotDerivable, SizeFormula, Sizes
 
 _FACTS = ("val", "layout", "needs_grad", "region", "on_host", "received")
 """Keys of `node.meta` whose values are fitted as functions of the sizes.
@@ -26,6 +29,26 @@ _FACTS = ("val", "layout", "needs_grad", "region", "on_host", "received")
 All other keys are copied from the first trace.
 """
 _GRAPHS = {"prologue": LazyGraphModule, "graph": StageGraph}
+
+
+class SizeInputs:
+    """Integer inputs of the graphs of a program: one for each formula.
+
+    Args:
+        taken: names of other inputs.
+    """
+
+    def __init__(self, taken: Collection[str]):
+        self.taken = taken
+        self.names: dict[SizeFormula, str] = {}
+
+    def name(self, formula: SizeFormula) -> str:
+        """Return the name of the input with the value of a formula."""
+        if formula not in self.names:
+            names = map("size_{}".format, range(len(self.names), len(self.names) + len(self.taken) + 1))
+            self.names[formula] = next(name for name in names if name not in self.taken)
+            self.taken = {*self.taken, self.names[formula]}
+        return self.names[formula]
 
 
 class GraphTemplate:
@@ -48,6 +71,10 @@ class GraphTemplate:
         numbers = [index.__getitem__ for index in indices]
         self.arguments: dict[fx.Node, Fitted] = {}
         self.facts: dict[fx.Node, dict[str, Fitted]] = {}
+        self.scores: dict[fx.Node, Fitted] = {}
+        """Numbers of queries and keys of attention calls."""
+        self.takes_sizes = True
+        """True if the graph can have the integers that differ as inputs."""
         for row in zip(*graphs, strict=True):
             node = row[0]
             if any((other.op, other.target) != (node.op, node.target) for other in row):
@@ -64,6 +91,11 @@ class GraphTemplate:
                     facts[name] = fitted
             if facts:
                 self.facts[node] = facts
+            if node.op == "call_function" and mask_of(node) is not None:
+                scores = [scores_of(other) for other in row]
+                self.takes_sizes &= not is_ring(node) and max(map(math.prod, scores)) <= LARGEST_MASK
+                if fitted := fit(scores, sizes, numbers):
+                    self.scores[node] = fitted
 
     def at(self, sizes: Sizes) -> fx.GraphModule:
         """Return the graph for these sizes. Raises NotDerivable if a formula gives no integer."""
@@ -72,10 +104,52 @@ class GraphTemplate:
         for node in self.module.graph.nodes:
             copy = copies[node] = graph.node_copy(node, node_of)
             if node in self.arguments:
-                copy.args, copy.kwargs = self.arguments[node](sizes, node_of)
+                copy.args, copy.kwargs = evaluated(self.arguments[node], sizes, node_of)
             for name, fitted in self.facts.get(node, {}).items():
-                copy.meta[name] = fitted(sizes, node_of)
+                copy.meta[name] = evaluated(fitted, sizes, node_of)
         return self.kind(self.module, graph)
+
+    def names_read(self, inputs: SizeInputs) -> list[str]:
+        """Return the names of the size inputs that this graph reads, and of those that it needs to detect masks."""
+        names = dict[str, None]()
+
+        def read(formula: SizeFormula) -> str:
+            return names.setdefault(inputs.name(formula)) or inputs.name(formula)
+
+        for fitted in (*self.arguments.values(), *self.scores.values()):
+            fitted(read, lambda node: node)
+        return list(names)
+
+    def with_inputs(self, inputs: SizeInputs, names: Sequence[str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
+        """Return the graph with these size inputs after its other inputs, and {name: input}.
+
+        Raises NotDerivable if an integer is at a place where a graph cannot have a node.
+        """
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        size_nodes: dict[str, fx.Node] = {}
+        for node in self.module.graph.nodes:
+            if node.op != "placeholder" and not size_nodes:
+                size_nodes = {name: graph.placeholder(name) for name in names}
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node in self.arguments:
+                read = set[fx.Node]()
+                copy.args, copy.kwargs = self.arguments[node](_reader(inputs, size_nodes, read), copies.__getitem__)
+                if not read.issubset(copy.all_input_nodes):
+                    raise NotDerivable(f"{node.name} has a size inside of another object")
+            if node in self.scores:
+                facts(copy)["scores"] = self.scores[node](inputs.name, lambda node: node)
+        return graph, size_nodes
+
+
+def _reader(
+    inputs: SizeInputs, size_nodes: Mapping[str, fx.Node], read: set[fx.Node]
+) -> Callable[[SizeFormula], fx.Node]:  # fmt: skip
+    def evaluate(formula: SizeFormula) -> fx.Node:
+        node = size_nodes[inputs.name(formula)]
+        read.add(node)
+        return node
+
+    return evaluate
 
 
 def _check_equal(name: str, modules: Sequence[fx.GraphModule]) -> None:
@@ -85,6 +159,20 @@ def _check_equal(name: str, modules: Sequence[fx.GraphModule]) -> None:
         alike = isinstance(other, Tensor) and (other.shape, other.dtype) == (first.shape, first.dtype)
         if other is not first and not (alike and (other.is_meta or torch.equal(other, first))):
             raise NotDerivable(f"the tensor {name} differs")
+
+
+class _SizedStages(NamedTuple):
+    """Stages whose graphs have size inputs.
+
+    Attributes:
+        stages: the stages of the first trace, with size inputs.
+        inputs: for each stage, the size inputs of its graph.
+        formulas: {name of a size input: its formula}, in the order of the inputs of all prologues.
+    """
+
+    stages: tuple[Stage, ...]
+    inputs: tuple[tuple[StageInput, ...], ...]
+    formulas: Mapping[str, SizeFormula]
 
 
 class ProgramTemplate:
@@ -109,14 +197,74 @@ class ProgramTemplate:
                 {name: GraphTemplate([getattr(s, name) for s in stages], sizes, kind) for name, kind in _GRAPHS.items()}
             )
             self.stage_fields.append(_fit_fields(stages, {*_GRAPHS}, sizes))
+        self._sized = self._with_size_inputs()
 
     def at(self, sizes: Sizes) -> Program:
-        """Return the program for these sizes. Raises NotDerivable if a formula gives no integer."""
+        """Return the program for these sizes. Raises NotDerivable if a formula gives no integer.
+
+        Programs of all sizes share their graphs, which have the sizes as inputs. Exceptions are graphs with ring
+        attention or very large masks, whose kernels need constant sizes.
+        """
+        if self._sized is None:
+            return self.with_constant_sizes(sizes)
+        stages = []
+        for stage, fields, inputs in zip(self._sized.stages, self.stage_fields, self._sized.inputs, strict=True):
+            new = _evaluated(fields, sizes)
+            if "inputs" in new:
+                new["inputs"] = (*new["inputs"], *inputs)
+            stages.append(replace(stage, **new))
+        values = {name: formula.at(sizes) for name, formula in self._sized.formulas.items()}
+        new = _evaluated(self.fields, sizes)
+        return replace(self.program, stages=tuple(stages), sizes=values, shared_graphs=self, **new)
+
+    def with_constant_sizes(self, sizes: Sizes) -> Program:
+        """Return the program for these sizes, with sizes as constants, as a trace would give it."""
         stages = tuple(
             replace(stage, **_evaluated(fields, sizes), **{name: graph.at(sizes) for name, graph in graphs.items()})
             for stage, fields, graphs in zip(self.program.stages, self.stage_fields, self.graphs, strict=True)
         )
         return replace(self.program, stages=stages, **_evaluated(self.fields, sizes))
+
+    def _with_size_inputs(self) -> _SizedStages | None:
+        templates = [template for graphs in self.graphs for template in graphs.values()]
+        if not all(template.takes_sizes for template in templates):
+            return None
+        taken = {str(node.target) for template in templates for node in template.module.graph.nodes
+                 if node.op == "placeholder"}  # fmt: skip
+        inputs = SizeInputs(taken)
+        names = [template.names_read(inputs) for template in templates]
+        all_names = list(inputs.names.values())
+        try:
+            stages = [
+                _sized_stage(stage, graphs, inputs, all_names, of_graph)
+                for stage, graphs, of_graph in zip(self.program.stages, self.graphs, names[1::2], strict=True)
+            ]
+        except NotDerivable:
+            return None
+        formulas = {name: formula for formula, name in inputs.names.items()}
+        added = tuple(tuple(StageInput(name, None) for name in of_graph) for of_graph in names[1::2])
+        return _SizedStages(tuple(stages), added, formulas)
+
+
+def _sized_stage(
+    stage: Stage, graphs: Mapping[str, GraphTemplate], inputs: SizeInputs, all_names: Sequence[str],
+    names: Sequence[str],
+) -> Stage:  # fmt: skip
+    """Return a stage with size inputs.
+
+    Args:
+        all_names: names of the size inputs of the prologue.
+        names: names of the size inputs of the graph.
+    """
+    graph, _ = graphs["graph"].with_inputs(inputs, names)
+    prologue, size_nodes = graphs["prologue"].with_inputs(inputs, all_names)
+    output, count = prologue.output_node(), len(stage.inputs)
+    values: Any = output.args[0]
+    output.args = ((*values[:count], *(size_nodes[name] for name in names), *values[count:]),)
+    return replace(
+        stage, graph=StageGraph(stage.graph, graph), prologue=LazyGraphModule(stage.prologue, prologue),
+        inputs=(*stage.inputs, *(StageInput(name, None) for name in names)),
+    )  # fmt: skip
 
 
 def _fit_fields(
@@ -128,7 +276,7 @@ def _fit_fields(
 
 
 def _evaluated(fields: Mapping[str, Fitted], sizes: Sizes) -> dict[str, Any]:
-    return {name: fitted(sizes, no_nodes) for name, fitted in fields.items()}
+    return {name: evaluated(fitted, sizes) for name, fitted in fields.items()}
 
 
 def check_derived(derived: Program, traced: Program) -> None:
