@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -292,12 +292,13 @@ class Compiler:
         return traced_as(key, key_of(True, sizes=False), arguments, {}), call
 
     def _new_family(self) -> CallFamily[_Traced]:
-        # Zigzag: two chunks per rank.
-        along = {axis: size * (2 if axis == "cp" else 1) for axis, size in self.mesh.sizes.items()}
-        of_rows = math.prod(size for axis, size in along.items() if axis != "pp")
-        of_others = math.prod(size for axis, size in along.items() if axis not in ("pp", *self.mesh.along("rows")))
+        along = {axis: size * (2 if axis == "cp" else 1) for axis, size in self.mesh.sizes.items()}  # 2: zigzag
+        data_axes = self.mesh.along("rows")
 
-        def num_shards(call: _Traced) -> Sizes:
+        def num_shards(call: _Traced, axes: Collection[str] | None) -> Sizes:
+            over = {axis: size for axis, size in along.items() if axis != "pp" and (axes is None or axis in axes)}
+            of_others = math.prod(size for axis, size in over.items() if axis not in data_axes)
+            of_rows = of_others * math.prod(along[axis] for axis in data_axes)
             dims = (dim for tensor in call.trace.call.tensors for dim in range(tensor.dim()))
             return tuple(of_others if dim else of_rows * call.decisions.microbatches for dim in dims)
 

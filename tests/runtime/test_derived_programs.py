@@ -107,8 +107,36 @@ def derived_and_traced(model, mesh, batches, **options):
     return derived
 
 
+def test_programs_of_all_lengths_share_their_graphs():
+    model = zoo.llama(num_layers=1)[0]
+    compiler = Compiler(model, Mesh.parse("pp2,tp2"), Options(microbatches=2))
+    programs = {}
+    for seq in (12, 48, 24, 20, 36, 21):
+        batch = zoo.llama(num_layers=1, seq=seq)[1]
+        programs[seq], _ = compiler.program((), batch, purpose="step", training=True)
+    assert [bool(program.sizes) for program in programs.values()] == [False] * 3 + [True] * 3
+    assert 21 in programs[21].sizes.values() and programs[20].sizes.keys() == programs[36].sizes.keys()
+    for stages in zip(*(programs[seq].stages for seq in (20, 36, 21)), strict=True):
+        assert len({stage.graph for stage in stages}) == len({stage.prologue for stage in stages}) == 1
+        assert {boundary.shape[1] for stage in stages for boundary in stage.receives} in (set(), {20, 36, 21})
+
+
 SHAPES = [(8, 12), (8, 48), (8, 24), (8, 20), (8, 36), (16, 16), (16, 20), (8, 28), (8, 52)]
-BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5}
+
+
+def windows(num_layers=2, rows=8, seq=12):
+    """Attention to the last eight tokens, and a mask of padding."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=num_layers,
+                           num_attention_heads=4, num_key_value_heads=2, sliding_window=8, attn_implementation="sdpa",
+                           attention_dropout=0.0)  # fmt: skip
+    batch = zoo.causal_batch(rows, seq, 64)
+    return MistralForCausalLM(config).double(), batch
+
+
+BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5, "windows": windows}
 
 
 @pytest.mark.parametrize(("name", "mesh"), [
@@ -237,13 +265,14 @@ def train_on(name, mesh, options):
                 optimizer.step()
                 optimizer.zero_grad()
         assert traces.call_count <= 2  # beside the example
+    assert len(pm._executables) <= 4  # three traced lengths, and one for all others
     for key, value in model.state_dict().items():
         zoo.assert_close_outputs(pm.full_state_dict()[key], value, where=key)
 
 
 @pytest.mark.parametrize(("name", "mesh", "options"), [
     ("llama", "tp2", {}), ("gpt2", "pp2", {"microbatches": 2}), ("bert", "dp2", {"zero": 3}), ("t5", "tp2", {}),
-    ("llama", "cp2", {"recompute": "full"}),
+    ("llama", "cp2", {"recompute": "full"}), ("windows", "tp2", {}),
 ])  # fmt: skip
 @pytest.mark.few
 def test_processes_train_on_another_length_in_every_step(name, mesh, options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -85,8 +85,9 @@ class CallFamily(Generic[Traced]):
     Args:
         write: returns the program of a traced call for a purpose.
         conditions: returns the decisions by sizes in a traced call.
-        num_shards: returns, for each size of a traced call, the number of shards and microbatches into which it may be
-            divided. Programs are only derived for sizes that divide by it as those of the traced calls do.
+        num_shards: function (call, axes) that returns, for each size of a traced call, the number of shards over these
+            mesh axes, and of microbatches. Programs are only derived for sizes that divide by it as those of the traced
+            calls do. `axes`: the axes over which the program shards a dim whose size varies. None: all axes.
         holds: returns True if the Python values that a traced call read are unchanged.
 
     Attributes:
@@ -95,7 +96,7 @@ class CallFamily(Generic[Traced]):
 
     def __init__(
         self, write: Callable[[Traced, str], Program], conditions: Callable[[Traced], Sequence[SizeCondition]],
-        num_shards: Callable[[Traced], Sizes], holds: Callable[[Traced], bool],
+        num_shards: Callable[[Traced, Collection[str] | None], Sizes], holds: Callable[[Traced], bool],
     ):  # fmt: skip
         self.write, self.conditions, self.num_shards, self.holds = write, conditions, num_shards, holds
         self.reason = ""
@@ -117,8 +118,11 @@ class CallFamily(Generic[Traced]):
                 by_dims[frozenset(dim for dim, size in enumerate(call) if size != sizes[dim])].append(call)
         for dims in sorted(filter(None, by_dims), key=len):
             calls = [call for found, others in by_dims.items() if found <= dims for call in others]
-            shards = self.num_shards(self.calls[calls[0]])
-            yield from self._alike([call for call in calls if _divisors(call, shards) == _divisors(sizes, shards)])
+            yield from self._alike(calls)
+            shards = self.num_shards(self.calls[calls[0]], None)
+            divided = [call for call in calls if _divisors(call, shards) == _divisors(sizes, shards)]
+            if len(divided) < len(calls):
+                yield from self._alike(divided)
 
     def _alike(self, calls: Sequence[Sizes]) -> Iterator[list[Sizes]]:
         """Group calls in which the model's Python takes the same branches. Yield one list per group."""
@@ -147,6 +151,9 @@ class CallFamily(Generic[Traced]):
                 values = variables.values(sizes)
                 template, conditions = self._template(purpose, calls, variables)
                 conditions.check(values)
+                shards = self.num_shards(self.calls[calls[0]], template.sharded_over)
+                if any(_divisors(call, shards) != _divisors(sizes, shards) for call in calls):
+                    raise NotDerivable("a size divides otherwise by the number of shards")
                 program = template.with_constant_sizes(values) if constant else template.at(values)
                 return program, self.calls[calls[0]]
             except NotDerivable as reason:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from autopart.compat.torch_internals import LazyGraphModule
 from autopart.ir.facts import facts
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
 from autopart.ops.stage_masks import LARGEST_MASK, is_ring, mask_of, scores_of
 from autopart.recipe.sizes.fitted_values import Fitted, evaluated, fit
@@ -75,6 +76,8 @@ class GraphTemplate:
         """Numbers of queries and keys of attention calls."""
         self.takes_sizes = True
         """True if the graph can have the integers that differ as inputs."""
+        self.sharded_over = set[str]()
+        """Mesh axes over which the graph shards a dim whose size differs."""
         for row in zip(*graphs, strict=True):
             node = row[0]
             if any((other.op, other.target) != (node.op, node.target) for other in row):
@@ -84,13 +87,13 @@ class GraphTemplate:
                 _check_equal(str(node.target), modules)
             if fitted := fit([(other.args, dict(other.kwargs)) for other in row], sizes, numbers):
                 self.arguments[node] = fitted
-            facts = {}
-            for name in _FACTS:
-                given = [other.meta.get(name) for other in row]
-                if fitted := fit(given, sizes, numbers):
-                    facts[name] = fitted
-            if facts:
-                self.facts[node] = facts
+            fitted_facts = {
+                name: fitted for name in _FACTS
+                if (fitted := fit([other.meta.get(name) for other in row], sizes, numbers))
+            }  # fmt: skip
+            if fitted_facts:
+                self.facts[node] = fitted_facts
+                self.sharded_over |= _axes_of_varying_dims(row)
             if node.op == "call_function" and mask_of(node) is not None:
                 scores = [scores_of(other) for other in row]
                 self.takes_sizes &= not is_ring(node) and max(map(math.prod, scores)) <= LARGEST_MASK
@@ -152,6 +155,15 @@ def _reader(
     return evaluate
 
 
+def _axes_of_varying_dims(row: Sequence[fx.Node]) -> set[str]:
+    values, layout = [facts(node).get("val") for node in row], facts(row[0]).get("layout") or {}
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return {
+        axis for over, placement in layout.items() if placement.is_shard and len(tensors) == len(row)
+        for axis in mesh_axes_of(over) if len({tensor.size(placement.dim) for tensor in tensors}) > 1
+    }  # fmt: skip
+
+
 def _check_equal(name: str, modules: Sequence[fx.GraphModule]) -> None:
     """Raise NotDerivable if the tensor with this name in the graph modules differs between the traces."""
     first, *others = (attrgetter(name)(module) for module in modules)
@@ -197,6 +209,8 @@ class ProgramTemplate:
                 {name: GraphTemplate([getattr(s, name) for s in stages], sizes, kind) for name, kind in _GRAPHS.items()}
             )
             self.stage_fields.append(_fit_fields(stages, {*_GRAPHS}, sizes))
+        self.sharded_over = {axis for graphs in self.graphs for graph in graphs.values() for axis in graph.sharded_over}
+        """Mesh axes over which a dim is sharded whose size differs between traces."""
         self._sized = self._with_size_inputs()
 
     def at(self, sizes: Sizes) -> Program:
