@@ -160,7 +160,7 @@ class StageModule(nn.Module):
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Compile a rank's graph, or wrap each recompute region in one checkpointed call."""
-        return compiled(graph) if self.compiled else with_flat_names(with_regions(graph))
+        return compiled(graph, bool(self.program.sizes)) if self.compiled else with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
         """Compute this stage's inputs from the global batch, and split them into this rank's microbatches."""

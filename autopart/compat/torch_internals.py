@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401 - its code is written late
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -62,10 +62,20 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a separate type in later versions
 
 
-def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
+def with_code(module: fx.GraphModule) -> fx.GraphModule:
+    """Generate the code of a graph module now, if its class does so at the first call."""
+    if isinstance(module, LazyGraphModule):
+        module.real_recompile()
+    return module
+
+
+def compiled_apart(function: Callable[..., Any], tag: str, dynamic: bool | None) -> Callable[..., Any]:
     """Compile a function with inductor, under a cache tag.
 
     Functions share an entry of inductor's on-disk cache only if their tags are equal.
+
+    Args:
+        dynamic: as in `torch.compile`.
     """
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
@@ -75,7 +85,7 @@ def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]
         with config.patch(cache_key_tag=f"{before}; {tag}" if before else tag):
             return inductor(graph, inputs)
 
-    return torch.compile(function, backend=backend, dynamic=False)
+    return torch.compile(function, backend=backend, dynamic=dynamic)
 
 
 def is_operator(target: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopart.compat.torch_internals import compiled_apart, resolve_group
+from autopart.compat.torch_internals import compiled_apart, resolve_group, with_code
 from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ops.operators import with_salt
@@ -31,19 +31,25 @@ Span = tuple[int, int]
 """First index of some calls, and the index after the last."""
 
 
-def compiled(module: fx.GraphModule) -> fx.GraphModule:
-    """Compile the stage graph of this rank. Each recompute region in the graph becomes one call."""
+def compiled(module: fx.GraphModule, has_size_inputs: bool = False) -> fx.GraphModule:
+    """Compile the stage graph of this rank. Each recompute region in the graph becomes one call.
+
+    Args:
+        has_size_inputs: the graph serves many sequence lengths and batch sizes. Its second length is compiled with
+            dynamic sizes, which serve all others.
+    """
     module = with_regions(_with_salts(module))
     subgraphs = _Partition(module).subgraphs()
     if len(subgraphs) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
                                    if _is_given(node, module)):  # fmt: skip
-        return _compile(module)
-    return _calling(module, subgraphs)
+        return _compile(module, has_size_inputs)
+    return _calling(module, subgraphs, has_size_inputs)
 
 
-def _compile(module: fx.GraphModule) -> fx.GraphModule:
+def _compile(module: fx.GraphModule, has_size_inputs: bool) -> fx.GraphModule:
+    with_code(module)
     # torch counts recompilations by code object. Each graph's `forward` has its own; modules share `__call__`.
-    module.forward = compiled_apart(module.forward, _ranks(module))
+    module.forward = compiled_apart(module.forward, _ranks(module), None if has_size_inputs else False)
     return module
 
 
@@ -192,7 +198,9 @@ def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if any(user not in nodes for user in node.users)]
 
 
-def _calling(module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]]) -> fx.GraphModule:
+def _calling(
+    module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]], has_size_inputs: bool
+) -> fx.GraphModule:  # fmt: skip
     """Return a graph that calls the subgraphs in order. There is one compiled submodule for each kind."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -210,7 +218,8 @@ def _calling(module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]]) -> 
         subgraph, inputs = _subgraph(calls)
         if kind not in kinds:
             kinds[kind] = f"compiled_block_{len(kinds)}"
-            module.add_submodule(kinds[kind], _compile(fx.GraphModule(module, subgraph, class_name=kinds[kind])))
+            part = fx.GraphModule(module, subgraph, class_name=kinds[kind])
+            module.add_submodule(kinds[kind], _compile(part, has_size_inputs))
         call = graph.call_module(kinds[kind], tuple(map(value, inputs)))
         for index, node in enumerate(_results(dict.fromkeys(calls))):
             values[node] = graph.call_function(getitem, (call, index))

@@ -1,5 +1,6 @@
 """Plans whose stages are run through `torch.compile`."""
 
+import copy
 import os
 import shutil
 import unittest.mock
@@ -96,7 +97,7 @@ def test_what_is_compiled_is_kept_by_rank(monkeypatch, rank):
     monkeypatch.setattr(torch, "compile", lambda f, backend, **_: lambda *x, **named: backend(f, [*x, *named.values()]))
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.autopart.reduce_scatter.default, (graph.placeholder("x"), "7", 0, 3)))
-    compiled = compiled_blocks._compile(torch.fx.GraphModule({}, graph))
+    compiled = compiled_blocks._compile(torch.fx.GraphModule({}, graph), False)
     compiled.forward(torch.ones(3))
     compiled.forward(x=torch.ones(3))  # as pipelines call a stage
     assert seen == [f"7: {rank} of 2"] * 2 and not torch.compiler.config.cache_key_tag
@@ -152,6 +153,35 @@ def test_each_kind_of_block_is_compiled_once(options, num_kinds):
         (losses, grads), (compiled_losses, compiled_grads) = runs
         assert compiled_losses == losses and all(grads[name].equal(compiled_grads[name]) for name in grads)
         assert graphs == [num_kinds] * num_steps, num_blocks
+
+
+def test_a_model_of_one_block_compiles():
+    ((runs, graphs),) = run_ranks(graphs_after, 1, 2, example, (1,), {})
+    (losses, _), (compiled_losses, _) = runs
+    assert compiled_losses == losses and graphs == [1, 1]
+
+
+def graphs_of_lengths(lengths):
+    """Train on each length, compiled and not. Return the differences of losses, and how many graphs each step made."""
+    differences, num_graphs = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        counter = counted(patch)
+        model, batch = example(3)
+        torch.manual_seed(1)
+        pm = autopart.parallelize(copy.deepcopy(model).eval(), "dp1", example_kwargs=batch, compile=True)
+        for length in lengths:
+            x = torch.randn(4, length, 8, dtype=torch.float64)
+            differences.append((pm.step(x=x) - model.eval()(x)).abs().item())
+            num_graphs.append(counter.frame_count)
+    torch._dynamo.reset()
+    return differences, num_graphs
+
+
+@pytest.mark.large
+def test_new_lengths_are_not_compiled_again():
+    ((differences, graphs),) = run_ranks(graphs_of_lengths, 1, [3, 24, 12, 6, 8, 9, 20, 10, 5])
+    assert max(differences) < 1e-12
+    assert graphs[:3] == [3, 6, 9] and len({*graphs[4:]}) == 1  # three are traced
 
 
 @pytest.mark.large
