@@ -36,19 +36,19 @@ class SizeInputs:
     """Integer inputs of the graphs of a program: one for each formula.
 
     Args:
-        taken: names of other inputs.
+        used: names of other inputs.
     """
 
-    def __init__(self, taken: Collection[str]):
-        self.taken = taken
+    def __init__(self, used: Collection[str]):
+        self.used = used
         self.names: dict[SizeFormula, str] = {}
 
     def name(self, formula: SizeFormula) -> str:
         """Return the name of the input with the value of a formula."""
         if formula not in self.names:
-            names = map("size_{}".format, range(len(self.names), len(self.names) + len(self.taken) + 1))
-            self.names[formula] = next(name for name in names if name not in self.taken)
-            self.taken = {*self.taken, self.names[formula]}
+            names = map("size_{}".format, range(len(self.names), len(self.names) + len(self.used) + 1))
+            self.names[formula] = next(name for name in names if name not in self.used)
+            self.used = {*self.used, self.names[formula]}
         return self.names[formula]
 
 
@@ -113,7 +113,7 @@ class GraphTemplate:
         return self.kind(self.module, graph)
 
     def names_read(self, inputs: SizeInputs) -> list[str]:
-        """Return the names of the size inputs that this graph reads, and of those that it needs to detect masks."""
+        """Return the names of the size inputs of this graph, with those that detect mask structures."""
         names = dict[str, None]()
 
         def read(formula: SizeFormula) -> str:
@@ -243,9 +243,9 @@ class ProgramTemplate:
         templates = [template for graphs in self.graphs for template in graphs.values()]
         if not all(template.takes_sizes for template in templates):
             return None
-        taken = {str(node.target) for template in templates for node in template.module.graph.nodes
-                 if node.op == "placeholder"}  # fmt: skip
-        inputs = SizeInputs(taken)
+        used = {str(node.target) for template in templates for node in template.module.graph.nodes
+                if node.op == "placeholder"}  # fmt: skip
+        inputs = SizeInputs(used)
         names = [template.names_read(inputs) for template in templates]
         all_names = list(inputs.names.values())
         try:
