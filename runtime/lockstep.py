@@ -282,7 +282,7 @@ class _StageRun:
 
 
 def _of_group(argument: Any, values: Mapping[fx.Node, PerRank], group: Sequence[int]) -> Any:
-    """Return a collective's argument on a group of ranks: a list of tensors, or a number, equal on all ranks."""
+    """Return an argument of a collective on a group of ranks: a list of tensors, or one number."""
     if isinstance(argument, fx.Node) and isinstance(values[argument][group[0]], Tensor):
         return [values[argument][rank] for rank in group]
     return fx.map_arg(argument, lambda node: values[node][group[0]])
