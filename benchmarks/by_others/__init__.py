@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from by_others import idioms, language, python_idioms, science, tables, unseen, vision
+from by_others import idioms, language, later, python_idioms, science, tables, unseen, vision
 from by_others.case import Case
 from by_others.torchvision_operators import import_torchvision
 
@@ -21,6 +21,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     **tables.MODELS,
     **science.MODELS,
     **unseen.MODELS,
+    **later.MODELS,
 }
 
 

@@ -93,7 +93,7 @@ def video(which: str) -> Case:
         return classified(model, torch.randn(ROWS, 3, 4, 32, 32))
     model = slowfast.create_slowfast(
         model_depth=18, model_num_class=CLASSES, slowfast_fusion_conv_stride=(4, 1, 1),
-        stem_dim_outs=(8, 2), head_pool_kernel_sizes=((2, 1, 1), (8, 1, 1)),
+        stem_dim_outs=(8, 1), head_pool_kernel_sizes=((2, 1, 1), (8, 1, 1)),
     )  # fmt: skip
     return classified(model, [torch.randn(ROWS, 3, 2, 32, 32), torch.randn(ROWS, 3, 8, 32, 32)])
 
