@@ -48,7 +48,9 @@ PIPELINE = "`torch.distributed.pipelining.pipeline()` splits the model at its mi
 
 def is_exact(row: Row) -> bool:
     if row.get("family") == BY_OTHERS:
-        return "error" not in row and bool(row["meshes"]) and all(found.get("exact") for found in row["meshes"].values())
+        return (
+            "error" not in row and bool(row["meshes"]) and all(found.get("exact") for found in row["meshes"].values())
+        )
     return "error" not in row and all(row["meshes"].get(mesh, {}).get("exact") for mesh in MESHES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from autopart.ir.run.value_guards import ValueCall, ValueGuards, ValueProgram
 from autopart.ir.run.weight_updates import WeightUpdates
 
 T = TypeVar("T")
+_LIST_INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,22 @@ def device_of_weights(model: nn.Module) -> torch.device:
 def batch_size(trace: Trace) -> int:
     """Return the number of samples of the global batch: the most common first dim of the model's inputs.
 
-    If the model has no tensor inputs, the inputs of the loss function are used. Without any, the number is 1.
+    A list with one tensor per sample, such as the boxes of each image, has no batch dim. Its tensors do not count, if
+    the model has other inputs. If the model has no tensor inputs, the inputs of the loss function are used. Without
+    any, the number is 1.
     """
     inputs = [n for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
-    of_model = [n for n in inputs if not facts(n).get("loss")]
-    sizes = [shape(n)[0] for n in of_model or inputs]
+    of_model = [n for n in inputs if not facts(n).get("loss")] or inputs
+    lists: dict[str, list[int]] = {}
+    single = []
+    for node in of_model:
+        name = str(facts(node).get("input_name", node.name))
+        in_list = _LIST_INDEX.sub("", name, count=1)
+        lists.setdefault(in_list, []).append(shape(node)[0]) if in_list != name else single.append(shape(node)[0])
+    sizes = list(single)
+    for entries in lists.values():
+        one_per_sample = len(entries) in single and entries[0] not in single
+        if len(set(entries)) == 1 and not one_per_sample:
+            sizes += entries
+    sizes = sizes or [shape(n)[0] for n in of_model]
     return max(sizes, key=sizes.count) if sizes else 1

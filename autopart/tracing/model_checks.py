@@ -8,13 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from autopart.compat.export_internals import initialize_lazy
 from autopart.compat.torch_internals import has_values
 from autopart.errors import InputError, Refusal, TraceError
 from autopart.ir.trace import Call
+
+_NAMES_OF_GRAPHS = frozenset({"meta", *dir(fx.GraphModule)}.difference(dir(nn.Module)))
+"""Attributes of fx.GraphModule, which hide tensors of these names."""
 
 
 def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -66,6 +69,13 @@ def check_model(model: Any) -> None:
             f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",
             hint="an nn.Module whose forward calls it",
         )  # fmt: skip
+    for name in (*model._parameters, *model._buffers, *model._modules):
+        if name in _NAMES_OF_GRAPHS:
+            raise TraceError(
+                f"{type(model).__name__} has a parameter, buffer or module called '{name}'", refusal=Refusal.PART,
+                why=f"the modules of torch.fx that run its program have an attribute '{name}' of their own",
+                hint=f"another name, such as self.{name}_",
+            )  # fmt: skip
     for path, module in model.named_modules():
         name = f"'{path}'" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import draws_random_numbers, is_floating, operator_name, value
+from autopart.ir.graph import draws_random_numbers, is_floating, is_tensor, operator_name, value
 from autopart.passes.rewriting import emit, fake_call, fake_mode
 
 _DOUBLE = {
@@ -18,6 +19,13 @@ _DOUBLE = {
 """{lower precision: the double precision that replaces it}."""
 _WITHOUT_DOUBLE = {"aten::_grouped_mm"}
 """Operators without a float64 kernel. A later pass replaces them by operators that have one."""
+_EXACT = {f"aten::{name}" for name in (
+    "_to_copy", "to", "alias", "clone", "detach", "copy", "view", "reshape", "expand", "squeeze", "unsqueeze", "t",
+    "transpose", "permute", "select", "slice", "flatten", "unbind", "split", "chunk", "stack", "cat", "index", "gather",
+    "scatter", "index_select", "where", "masked_fill", "sum", "cumsum", "add", "sub", "rsub", "mul", "neg", "abs",
+    "max", "min", "amax", "amin", "maximum", "minimum", "clamp", "one_hot", "sort", "topk", "lift_fresh_copy",
+)}  # fmt: skip
+"""Operators that do not round float32 numbers that were counts and indices before."""
 
 
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
@@ -28,11 +36,15 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
     numbers) are created in their traced precision. They are cast to float64 if an operator combines them with an
     upcast value that was traced in the same precision.
 
+    Float32 numbers that are computed from indices and truths of activations, such as an accuracy, become float64 if an
+    operator rounds them: a partition can round them in another order.
+
     Returns the lower precisions that were replaced. Float32 of weights and inputs is not included.
     """
     traced = {node: value(node).dtype for node in graph.nodes if is_floating(node)}
     lifted: set[torch.dtype] = set()
     changed: set[fx.Node] = set()
+    counts = _rounded_counts(graph, traced)
     for node in list(graph.nodes):
         if node.op in ("placeholder", "get_attr"):
             if traced.get(node) in _DOUBLE and not facts(node).get("constant"):
@@ -45,10 +57,46 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
             elif any(is_floating(n) and value(n).dtype in _DOUBLE.values() for n in node.all_input_nodes):
                 lifted |= _lift_casts(node) | _lift_written(node, traced)
                 _lift_others(node, traced)
+            elif node in counts:
+                lifted |= _lift_counts(node, traced)
             if arguments_before != (node.args, node.kwargs) or not changed.isdisjoint(node.all_input_nodes):
                 node.meta["val"] = _lifted_result(node)
                 changed.add(node)
     return lifted | {traced[node] for node in changed if traced.get(node) in (torch.float16, torch.bfloat16)}
+
+
+def _rounded_counts(graph: fx.Graph, traced: Mapping[fx.Node, torch.dtype]) -> set[fx.Node]:
+    """Return the float32 values that depend on weights or inputs through indices and truths alone.
+
+    Returns no values if no operator rounds them.
+    """
+    reached, upcast, counts = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            if node in traced and not facts(node).get("constant"):
+                reached.add(node)
+                upcast.add(node)
+        elif node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+            if not upcast.isdisjoint(node.all_input_nodes) and (node in traced or not is_tensor(node)):
+                upcast.add(node)
+            elif traced.get(node) == torch.float32:
+                counts.add(node)
+    return counts if any(operator_name(node) not in _EXACT for node in counts) else set()
+
+
+def _lift_counts(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
+    """Compute a call in float64 that computes a float32 result of float32 numbers, or of integers and truths.
+
+    Returns the precisions that were replaced.
+    """
+    if asked := _lift_casts(node):
+        return asked
+    operands = [n for n in node.all_input_nodes if is_floating(n)]
+    for operand in operands or node.all_input_nodes[:1]:
+        if operand not in traced or value(operand).dtype in _DOUBLE:
+            _read_as(node, operand, torch.float64, traced)
+    return {torch.float32}
 
 
 def _lifted_result(node: fx.Node) -> Any:
@@ -125,7 +173,7 @@ def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[fx.Node, torch.dtype]) -> None:
     with node.graph.inserting_before(node):
         cast = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, dtype)
-    traced[cast] = traced[operand]
+    traced[cast] = traced.get(operand, torch.float32)
     node.replace_input_with(operand, cast)
 
 

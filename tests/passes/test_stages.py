@@ -243,3 +243,23 @@ def test_a_batch_size_that_comes_from_a_list_is_explained():
         "why    3 is not a multiple of 2: the first dim of 'images.0' counts as the samples, because the tensors of a "
         "list are separate inputs\n"
     ) in str(error.value)
+
+
+class OfLabels(nn.Module):
+    """Images, and the boxes of each image, as detectors take them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor, labels: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        out = self.a(images)
+        return sum((out[i] - label["boxes"]).abs().mean() for i, label in enumerate(labels)) / len(labels)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 1), (3, 3, 3, 3), (2, 2, 2, 2)], ids=str)
+def test_a_list_with_an_entry_per_sample_has_no_batch_dim(sizes):
+    labels = [{"boxes": torch.randn(size, 4), "kinds": torch.zeros(size, dtype=torch.long)} for size in sizes]
+    for mesh in ("dp4", "dp2,tp2"):
+        result = autopart.verify(OfLabels(), mesh, example_args=(torch.randn(4, 8), labels))
+        assert result.ok and result.max_error < 1e-10, str(result)

@@ -205,3 +205,26 @@ def test_magnitudes_of_the_terms_of_gradients():
     }  # fmt: skip
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.double() * 0.5)
+
+
+class Counts(nn.Module):
+    """A loss, and float32 numbers that are counts of activations: an accuracy, and a share of sorted truths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.a(x)
+        truth = (label == 1).float()
+        found = truth[logits[:, 1].argsort(descending=True)].cumsum(0) / torch.arange(1, len(x) + 1)
+        loss = F.cross_entropy(logits, label) + (logits[:, 1].sort()[0] * found).mean()
+        return loss, (logits.argmax(-1) == label).float().mean(), found
+
+
+def test_counts_in_float32_are_rounded_alike_on_all_ranks():
+    """Seeds for which the mean of two float32 means differs from the float32 mean."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        result = autopart.verify(Counts(), "dp2", example_args=(torch.randn(96, 6), torch.randint(4, (96,))))
+        assert result.ok and result.max_error < 1e-10, str(result)

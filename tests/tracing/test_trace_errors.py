@@ -165,6 +165,15 @@ class Scripted(Base):
         return self.out(self.gate(x))
 
 
+class NamedCode(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.randn(SIZE))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(x * self.code)
+
+
 class Lazy(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -309,6 +318,9 @@ CASES: dict[Callable[[], nn.Module], str] = {
                       "remove it, or use tensor.register_hook inside forward()", ""),
     Scripted: other("'gate' is a TorchScript module", "it has no Python code to trace",
                     "the nn.Module that it was scripted or traced from; compile=True compiles it", ""),
+    NamedCode: other("{name} has a parameter, buffer or module called 'code'",
+                     "the modules of torch.fx that run its program have an attribute 'code' of their own",
+                     "another name, such as self.code_", ""),
     Lazy: other("'gate' is a LazyLinear that has no weights yet",
                 "their shapes come with its first call, and this one does not call it",
                 "call the model once before: with torch.no_grad(): model(...)", ""),

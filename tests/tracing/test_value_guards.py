@@ -40,6 +40,18 @@ def sliced_by_a_tensor(m, x, lengths):
     return m.a(x[:, : lengths.max()]).square().mean()
 
 
+def sliced_by_a_tensor_with_one_element(m, x, lengths):
+    first = (lengths > 6).nonzero()[0]
+    return m.a(x)[0, first:].square().mean()
+
+
+def written_at_an_index(m, x, lengths):
+    order = torch.zeros(9, dtype=torch.long)
+    for j in range(3):
+        order[lengths[j]] = j
+    return m.a(x)[:, order[lengths] + 1].square().mean()
+
+
 def rows_of_a_list(m, x, lengths):
     y = m.a(x)
     return torch.stack([y[i, :n].mean(0) for i, n in enumerate(lengths.tolist())]).square().mean()
@@ -140,7 +152,8 @@ def no_row_selected(m, x, lengths):
 
 
 CASES = (
-    trimmed, item_of_lengths, sliced_by_a_tensor, rows_of_a_list, entries_one_by_one, branch_of_a_mask,
+    trimmed, item_of_lengths, sliced_by_a_tensor, sliced_by_a_tensor_with_one_element, written_at_an_index, rows_of_a_list,
+    entries_one_by_one, branch_of_a_mask,
     branch_of_a_count, mean_of_positives, missing_labels, groups_of_a_batch_vector, zeros_of_a_tensors_size, bins,
     one_hot_of_unknown_classes, repeated_rows, different_values, pairs_of_selected, hard_negatives, written_mask,
     numpy_lengths, tensor_of_entries, no_row_selected,

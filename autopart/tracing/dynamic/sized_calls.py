@@ -21,6 +21,8 @@ _SIZED_METHODS = frozenset(
 )
 """Methods whose arguments after the first are sizes, positions or numbers of elements."""
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+
 Read = Callable[[Callable[[Tensor], int], Tensor], Any]
 """Function that returns an integer computed from a tensor, or UNKNOWN."""
 
@@ -97,6 +99,14 @@ def _numbers(argument: Any, item: Callable[[Tensor], Any]) -> Any:
 
 
 def _slices(argument: Any, item: Callable[[Tensor], Any]) -> Any:
+    """Return an index in which tensors with one integer are numbers, as Python's indexing reads them."""
     if isinstance(argument, slice):
-        return slice(*(_numbers(part, item) for part in (argument.start, argument.stop, argument.step)))
-    return tuple(_slices(part, item) for part in argument) if type(argument) is tuple else argument
+        return slice(*(_index(part, item) for part in (argument.start, argument.stop, argument.step)))
+    if type(argument) is tuple:
+        return tuple(_slices(part, item) for part in argument)
+    return argument if isinstance(argument, Tensor) and argument.ndim else _index(argument, item)
+
+
+def _index(argument: Any, item: Callable[[Tensor], Any]) -> Any:
+    is_number = isinstance(argument, Tensor) and argument.dtype in _INTEGERS and argument.numel() == 1
+    return item(argument) if is_number else argument

@@ -24,7 +24,9 @@ def residual_of_an_equation() -> Case:
         u_t = torch.autograd.grad(u, t, torch.ones_like(u), create_graph=True)[0]
         u_x = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)[0]
         u_xx = torch.autograd.grad(u_x, x, torch.ones_like(u_x), create_graph=True)[0]
-        return (u_t + u * u_x - 0.01 / math.pi * u_xx).pow(2).mean() + (u[:4] + torch.sin(math.pi * x[:4])).pow(2).mean()
+        return (u_t + u * u_x - 0.01 / math.pi * u_xx).pow(2).mean() + (u[:4] + torch.sin(math.pi * x[:4])).pow(
+            2
+        ).mean()
 
     net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     return written(forward, torch.rand(ROWS, 1), torch.rand(ROWS, 1), net=net)
@@ -74,7 +76,10 @@ def frames_of_residues() -> Case:
         local = torch.einsum("nlji,nlmj->nlmi", r, t[:, None] - t[:, :, None])
         wanted = truth[:, None] - truth[:, :, None]
         pairs = self.outer(torch.einsum("nia,njb->nijab", x, x).flatten(-2)).squeeze(-1)
-        return torch.clamp((local - wanted).norm(dim=-1), max=10.0).mean() + 0.1 * (pairs - wanted.norm(dim=-1)).abs().mean()
+        return (
+            torch.clamp((local - wanted).norm(dim=-1), max=10.0).mean()
+            + 0.1 * (pairs - wanted.norm(dim=-1)).abs().mean()
+        )
 
     args = states(5, D), torch.randn(ROWS, 5, 3)
     return written(forward, *args, rotation=nn.Linear(D, 3), move=nn.Linear(D, 3), outer=nn.Linear(D * D, 1))
@@ -451,7 +456,9 @@ def tokens_through_some_depth() -> Case:
             self.auxiliary = self.auxiliary + F.binary_cross_entropy_with_logits(weights, wanted)
         return self.out(x).square().mean() + 0.01 * self.auxiliary
 
-    blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D)) for _ in range(2))
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D)) for _ in range(2)
+    )
     routers = nn.ModuleList(nn.Linear(D, 1) for _ in range(2))
     return written(forward, states(LENGTH, D), blocks=blocks, routers=routers, out=linear())
 

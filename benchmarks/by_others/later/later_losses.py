@@ -1,4 +1,4 @@
-"""Losses of segmentation, detection, metric learning, distillation and recommendation, as training scripts write them."""
+"""Losses of segmentation, detection, metric learning, distillation, recommendation, as training scripts write them."""
 
 from __future__ import annotations
 
@@ -281,7 +281,9 @@ def decoupled_distillation() -> Case:
         def two(p: Tensor) -> Tensor:
             return torch.cat([(p * truth).sum(1, keepdims=True), (p * other).sum(1, keepdims=True)], 1)
 
-        of_target = F.kl_div(torch.log(two(F.softmax(student / 4, 1))), two(F.softmax(teacher / 4, 1)), size_average=False)
+        of_target = F.kl_div(
+            torch.log(two(F.softmax(student / 4, 1))), two(F.softmax(teacher / 4, 1)), size_average=False
+        )
         of_others = F.kl_div(
             F.log_softmax(student / 4 - 1000.0 * truth, dim=1),
             F.softmax(teacher / 4 - 1000.0 * truth, dim=1), size_average=False,

@@ -1,8 +1,7 @@
-"""Speech, reinforcement learning, diffusion, graphs, physics, quantization: modules as training repositories write them."""
+"""Speech, reinforcement learning, diffusion, graphs, points: modules as training repositories write them."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -138,7 +137,9 @@ def group_relative_policy() -> Case:
         grouped = rewards.view(-1, 4)
         advantages = (rewards - grouped.mean(1).repeat_interleave(4)) / (grouped.std(1).repeat_interleave(4) + 1e-4)
         logits = self.head(self.body(self.words(ids))[0])[:, :-1]
-        logps = torch.stack([row.log_softmax(-1).gather(1, at[1:, None]).squeeze(1) for row, at in zip(logits, ids)])
+        logps = torch.stack(
+            [row.log_softmax(-1).gather(1, at[1:, None]).squeeze(1) for row, at in zip(logits, ids, strict=False)]
+        )
         ratio = torch.exp(logps - old)
         loss = -torch.min(ratio * advantages[:, None], torch.clamp(ratio, 0.8, 1.2) * advantages[:, None])
         kept = mask[:, 1:]
@@ -236,7 +237,10 @@ def imagined_rollout() -> Case:
         embedded, kl, near = self.encode(seen), [], []
         for t in range(length):
             h = self.cell(torch.cat([z, action[:, t]], -1), h)
-            prior, posterior = self.prior(h).view(n, 2, 4), self.posterior(torch.cat([h, embedded[:, t]], -1)).view(n, 2, 4)
+            prior, posterior = (
+                self.prior(h).view(n, 2, 4),
+                self.posterior(torch.cat([h, embedded[:, t]], -1)).view(n, 2, 4),
+            )
             q = torch.distributions.OneHotCategoricalStraightThrough(logits=posterior)
             z = q.rsample().view(n, 8)
             p = torch.distributions.OneHotCategorical(logits=prior)
@@ -258,7 +262,11 @@ def preconditioned_denoiser() -> Case:
         sigma = (torch.randn([x.shape[0], 1, 1, 1], device=x.device) * 1.2 - 1.2).exp()
         weight = (sigma**2 + 0.25) / (sigma * 0.5) ** 2
         noisy = x + torch.randn_like(x) * sigma
-        skip, out, scale = 0.25 / (sigma**2 + 0.25), sigma * 0.5 / (sigma**2 + 0.25).sqrt(), 1 / (0.25 + sigma**2).sqrt()
+        skip, out, scale = (
+            0.25 / (sigma**2 + 0.25),
+            sigma * 0.5 / (sigma**2 + 0.25).sqrt(),
+            1 / (0.25 + sigma**2).sqrt(),
+        )
         hidden = self.first(scale * noisy) + self.noise((sigma.log() / 4).flatten(1))[:, :, None, None]
         return (weight * ((skip * noisy + out * self.last(F.silu(hidden))) - x) ** 2).mean()
 

@@ -10,7 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from by_others.case import (
-    CLASSES, LENGTH, ROWS, VOCAB, Case, D, classified, images, linear, predicts_tokens, rows, squared, states, tokens,
+    CLASSES,
+    LENGTH,
+    ROWS,
+    VOCAB,
+    Case,
+    D,
+    classified,
+    images,
+    linear,
+    predicts_tokens,
+    rows,
+    states,
+    tokens,
     written,
 )  # fmt: skip
 from by_others.unseen.numba_import import import_numba
@@ -117,7 +129,14 @@ def toolbox_of_losses() -> Case:
         return self.loss(self.net(x), target) + self.focal(self.net(x), target)
 
     loss = losses.DiceLoss("multiclass", classes=[0, 1, 2])
-    return written(forward, images(8), torch.randint(3, (ROWS, 8, 8)), net=nn.Conv2d(3, 3, 3, padding=1), loss=loss, focal=losses.CrossEntropyFocalLoss())
+    return written(
+        forward,
+        images(8),
+        torch.randint(3, (ROWS, 8, 8)),
+        net=nn.Conv2d(3, 3, 3, padding=1),
+        loss=loss,
+        focal=losses.CrossEntropyFocalLoss(),
+    )
 
 
 def labels() -> Tensor:
@@ -192,7 +211,9 @@ def replaced_tokens() -> Case:
 def moving_average_gates() -> Case:
     from mega_pytorch.mega_pytorch import Mega
 
-    return predicts_tokens(Mega(num_tokens=VOCAB, dim=32, depth=2, ema_heads=4, attn_dim_qk=16, attn_dim_value=32), tokens())
+    return predicts_tokens(
+        Mega(num_tokens=VOCAB, dim=32, depth=2, ema_heads=4, attn_dim_qk=16, attn_dim_value=32), tokens()
+    )
 
 
 def recurrent_memory() -> Case:
