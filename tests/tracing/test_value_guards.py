@@ -152,8 +152,8 @@ def no_row_selected(m, x, lengths):
 
 
 CASES = (
-    trimmed, item_of_lengths, sliced_by_a_tensor, sliced_by_a_tensor_with_one_element, written_at_an_index, rows_of_a_list,
-    entries_one_by_one, branch_of_a_mask,
+    trimmed, item_of_lengths, sliced_by_a_tensor, sliced_by_a_tensor_with_one_element, written_at_an_index,
+    rows_of_a_list, entries_one_by_one, branch_of_a_mask,
     branch_of_a_count, mean_of_positives, missing_labels, groups_of_a_batch_vector, zeros_of_a_tensors_size, bins,
     one_hot_of_unknown_classes, repeated_rows, different_values, pairs_of_selected, hard_negatives, written_mask,
     numpy_lengths, tensor_of_entries, no_row_selected,

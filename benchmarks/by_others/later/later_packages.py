@@ -74,19 +74,6 @@ def divided_space_and_time() -> Case:
     return classified(model, torch.randn(ROWS, 4, 3, 16, 16), mask)
 
 
-def gan_losses() -> Case:
-    from lightweight_gan.lightweight_gan import Discriminator, Generator
-
-    def forward(self: Any, z: Tensor, real: Tensor) -> Tensor:
-        with torch.no_grad():
-            fake = self.g(z)
-        (a, b, _), (c, d, aux) = self.d(fake.detach()), self.d(real, calc_aux_loss=True)
-        return F.relu(1 + c).mean() + F.relu(1 - a).mean() + F.relu(1 + d).mean() + F.relu(1 - b).mean() + aux
-
-    parts = {"g": Generator(image_size=32, latent_dim=16, fmap_max=16), "d": Discriminator(image_size=32, fmap_max=16)}
-    return written(forward, torch.randn(ROWS, 16), images(32), **parts)
-
-
 def video(which: str) -> Case:
     from pytorchvideo.models import slowfast, vision_transformers, x3d
 
@@ -120,23 +107,6 @@ def episodes() -> Case:
     few = PrototypicalNetworks(nn.Sequential(nn.Flatten(), nn.Linear(192, D)))
     kinds = torch.arange(ROWS) % 4
     return written(forward, images(8), kinds, images(8), torch.randint(4, (ROWS,)), few=few)
-
-
-def toolbox_of_losses() -> Case:
-    from pytorch_toolbelt import losses
-
-    def forward(self: Any, x: Tensor, target: Tensor) -> Tensor:
-        return self.loss(self.net(x), target) + self.focal(self.net(x), target)
-
-    loss = losses.DiceLoss("multiclass", classes=[0, 1, 2])
-    return written(
-        forward,
-        images(8),
-        torch.randint(3, (ROWS, 8, 8)),
-        net=nn.Conv2d(3, 3, 3, padding=1),
-        loss=loss,
-        focal=losses.CrossEntropyFocalLoss(),
-    )
 
 
 def labels() -> Tensor:
@@ -441,18 +411,6 @@ def quantized_layers() -> Case:
     return classified(net, images(8))
 
 
-def noisy_duel() -> Case:
-    import pfrl
-
-    net = pfrl.q_functions.DistributionalFCStateQFunctionWithDiscreteAction(D, 3, 11, -5.0, 5.0, 16, 2)
-    pfrl.nn.to_factorized_noisy(net)
-
-    def forward(self: Any, seen: Tensor, action: Tensor, wanted: Tensor) -> Tensor:
-        return F.smooth_l1_loss(self.net(seen).evaluate_actions(action), wanted)
-
-    return written(forward, rows(), torch.randint(3, (ROWS,)), torch.randn(ROWS), net=net)
-
-
 def neural_equation() -> Case:
     from torchdyn.core import NeuralODE
 
@@ -476,12 +434,10 @@ MODELS: dict[str, Callable[[], Case]] = {
     "piq: GMSD loss": lambda: image_quality("GMSDLoss", 16),
     "halonet-pytorch: HaloAttention": halo_attention,
     "timesformer-pytorch: TimeSformer": divided_space_and_time,
-    "lightweight-gan: both losses": gan_losses,
     "pytorchvideo: X3D": lambda: video("x3d"),
     "pytorchvideo: MViT": lambda: video("mvit"),
     "pytorchvideo: SlowFast": lambda: video("slowfast"),
     "easyfsl: PrototypicalNetworks": episodes,
-    "pytorch-toolbelt: Dice and focal": toolbox_of_losses,
     "asteroid: ConvTasNet with PIT": lambda: separation("ConvTasNet"),
     "asteroid: DPRNN with PIT": lambda: separation("DPRNN"),
     "panns-inference: Cnn14": audio_tagging,
@@ -506,6 +462,5 @@ MODELS: dict[str, Callable[[], Case]] = {
     "norse: LIF cells": spiking_network,
     "spikingjelly: LIF nodes": spikes_by_surrogates,
     "brevitas: quantized layers": quantized_layers,
-    "pfrl: noisy distributional values": noisy_duel,
     "torchdyn: neural ODE": neural_equation,
 }
