@@ -109,7 +109,7 @@ class Compiler:
         self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # for each set of calls that differ only in numbers
         self._has_number_inputs = False
         self.changed_values = ""
-        self._random = torch.Generator()
+        self._random, self._samples = torch.Generator(), torch.Generator()
         self._model_settings = settings_of(model)
         if plan is not None:
             check_plan_mesh(plan, mesh)
@@ -216,10 +216,11 @@ class Compiler:
     def reseed(self, seed: int) -> None:
         """Restart the sequence of dropout masks from this seed, which must be equal on every rank."""
         self._random.manual_seed(seed)
+        self._samples.manual_seed(seed ^ 1)
 
     def draw_seed(self) -> int:
-        """Draw a seed from the sequence of dropout masks. It is equal on every rank."""
-        return int(torch.randint(2**62, (), generator=self._random))
+        """Draw a seed for the sampling of tokens, equal on every rank. Dropout masks do not depend on it."""
+        return int(torch.randint(2**62, (), generator=self._samples))
 
     def _seeds(self, program: Program) -> list[Tensor]:
         if program.input_names[-1:] != (SEEDS,):

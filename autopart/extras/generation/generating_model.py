@@ -139,7 +139,8 @@ class _Forward:
                 f"generate(cache_implementation={config.cache_implementation!r}) is not supported by autopart",
                 why="autopart has one kind of cache: sharded, of fixed length", hint="leave cache_implementation out",
             )  # fmt: skip
-        self.caller.compare(config.to_json_string(use_diff=False), config.do_sample is True)
+        options = ", ".join(f"{name}={value}" for name, value in sorted(config.to_diff_dict().items()))
+        self.caller.compare(options, config.do_sample is True)
 
     def prepare_cache(
         self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_length: int
@@ -151,8 +152,14 @@ class _Forward:
         supports = self.model._supports_default_dynamic_cache() and holds_keys_only(self.text_config)
         if supports and not self.encodes_again and not self.caller.shards_sequences:
             model_kwargs["past_key_values"] = cache
-        else:
-            config.use_cache = False
+            return
+        if model_kwargs.get("inputs_embeds") is not None and not self.is_encoder_decoder:
+            raise UsageError(
+                "generate(inputs_embeds=...) is not supported here",
+                why="it needs a cache, and autopart has none on a mesh with cp or for a recurrent model",
+                hint="input_ids=; or a mesh without cp",
+            )  # fmt: skip
+        config.use_cache = False
 
     def encode(
         self, inputs: Tensor, model_kwargs: dict[str, Any], input_name: str | None, config: Any

@@ -46,6 +46,12 @@ def test_tokens_are_those_of_one_device(name, mesh):
     assert_as_on_one_device(name, mesh)
 
 
+@pytest.mark.few
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "cp2"), ("gemma3", "dp2,tp2")])
+def test_tokens_on_other_meshes(name, mesh):
+    assert_as_on_one_device(name, mesh)
+
+
 def during_training(mesh, options):
     """Tokens before and after a step of the optimizer, and after a change of modes; errors; sizes of the caches."""
     model, example, prompt = MODELS["llama"]()
@@ -80,11 +86,13 @@ def during_training(mesh, options):
             pm.generate(**prompt, max_new_tokens=2, **refused)
         except UsageError as error:
             messages.append(str(error))
-    prompt["input_ids"][0, -1] += torch.distributed.get_rank()
-    try:
-        pm.generate(**prompt, **GREEDY)
-    except InputError as error:
-        messages.append(str(error))
+    rank = torch.distributed.get_rank()
+    other = {**prompt, "input_ids": prompt["input_ids"] + rank}
+    for call in (lambda: pm.generate(**other, **GREEDY), lambda: pm.generate(**prompt, max_new_tokens=2 + rank)):
+        try:
+            call()
+        except InputError as error:
+            messages.append(str(error))
     return found, drawn, sizes, messages
 
 
@@ -97,6 +105,7 @@ MESSAGES = [
     "generate() does not support assisted generation on a partitioned model",
     "generate(past_key_values=...) is not supported for a partitioned model",
     "the ranks are called with different values of input_ids",
+    "the ranks are called with different inputs",
 ]
 
 
