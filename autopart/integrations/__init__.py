@@ -6,6 +6,7 @@ the program has imported before. `import autopart.integrations.transformers` con
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 
@@ -14,7 +15,12 @@ LIBRARIES = {"accelerate": "accelerate.accelerator", "transformers": "transforme
 
 
 def connect_imported_libraries() -> None:
-    """Connect the libraries that the program has imported."""
+    """Connect the libraries that the program has imported.
+
+    A version of a library that cannot be connected is left as it is. An explicit import of its module here raises
+    ImportError.
+    """
     for name, library in LIBRARIES.items():
-        if library in sys.modules:
-            importlib.import_module(f"{__name__}.{name}")
+        if library in sys.modules and LIBRARIES["accelerate"] in sys.modules:  # transformers' Trainer uses accelerate
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"{__name__}.{name}")

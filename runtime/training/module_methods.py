@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ COMPILED = (
     "torch.compile() of a partitioned model compiles nothing: its stages are graphs that autopart runs itself. "
     "Use parallelize(..., compile=True)."
 )
+WRAPPERS_HINT = "use the mesh axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself, and zero=3 is FSDP"
+LIBRARIES_HINT = "; for Trainer and Accelerator, import autopart.integrations.transformers or .accelerate before them"
 READ_METHODS = ("num_parameters", "get_input_embeddings", "get_output_embeddings")
 """Methods of transformers models that read only shapes and layers. They run on the model without its weights."""
 _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies", "_modes")
@@ -199,8 +202,13 @@ def refuse_wrapper(modules: Any, wrapper: str) -> None:
             raise UsageError(
                 f"{wrapper} cannot wrap a partitioned model",
                 why="it would treat this rank's shards as full parameters",
-                hint="use the mesh axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself, and zero=3 is FSDP",
+                hint=WRAPPERS_HINT + (LIBRARIES_HINT if _is_unconnected("accelerate") else ""),
             )
+
+
+def _is_unconnected(library: str) -> bool:
+    """Return True if the program imported a training library after `parallelize`."""
+    return f"{library}.accelerator" in sys.modules and f"autopart.integrations.{library}" not in sys.modules
 
 
 def partitioned_in(module: nn.Module) -> str | None:

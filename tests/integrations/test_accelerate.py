@@ -1,11 +1,13 @@
 """accelerate on partitioned models: a training loop equals that of one process, and its state loads on another mesh."""
 
+import sys
+
 import dist
 import pytest
 import torch
 import trainer_cases as cases
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
 import autopart
@@ -23,11 +25,13 @@ EPOCHS, STEPS = 2, 12
 def loop(model, rows, accumulate, saved=None, resumed=None):
     """A loop as in accelerate's no-trainer scripts. On a pipeline `step` replaces the call and `backward`."""
     cases.forget_processes()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)  # the order of samples of one process
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=loading)
     set_seed(1)
+    num_shards = cases.ROWS // rows  # accelerate steps a scheduler once per shard of the data
     by_step = isinstance(model, autopart.ParallelModule) and model.mesh.size("pp") > 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS * num_shards)
     columns = [
         {name: item[name] for name in ("input_ids", "labels")} for item in map(cases.Tokens(24).__getitem__, range(24))
     ]
@@ -120,3 +124,16 @@ def test_refused_uses():
     (late, precision), _ = dist.run_ranks(refusals, 2, timeout_s=TIMEOUT_S)
     assert late.splitlines()[0] == "the partitioned model is prepared too late"
     assert precision.splitlines()[-1] == "  try    parallelize(..., precision='bf16')"
+
+
+@pytest.mark.large
+def test_libraries_that_are_not_connected(monkeypatch):
+    """A library that is imported late is named by the error of DDP; a version that cannot be connected is ignored."""
+    name = "autopart.integrations.accelerate"
+    monkeypatch.setitem(sys.modules, "autopart.integrations.transformers", None)
+    pm = autopart.parallelize(cases.gpt2(), "tp1", example_kwargs=cases.batch())
+    assert name in sys.modules
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageError) as error:
+        torch.nn.DataParallel(pm)
+    assert str(error.value).endswith("import autopart.integrations.transformers or .accelerate before them")

@@ -50,6 +50,8 @@ class Tokens(Dataset):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.size:
+            raise IndexError(index)  # ends an iteration over the items
         ids = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
         labels = ids.clone()
         labels[: index % 5] = -100
