@@ -140,11 +140,13 @@ def percent(part: float | None) -> str:
 # The page
 
 
-def write_page(rows: Rows, left_out: Mapping[str, str], others: Rows, first: Rows) -> None:
-    PAGE.write_text(page(rows, left_out, others, first))
+def write_page(rows: Rows, left_out: Mapping[str, str], others: Rows, first: Rows, second: Rows) -> None:
+    PAGE.write_text(page(rows, left_out, others, first, second))
 
 
-def page(rows: Rows, left_out: Mapping[str, str], others: Rows, first: Rows | None = None) -> str:
+def page(
+    rows: Rows, left_out: Mapping[str, str], others: Rows, first: Rows | None = None, second: Rows | None = None
+) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "diffusers", "peft"))
     parts = [
         "# Models",
@@ -160,16 +162,16 @@ def page(rows: Rows, left_out: Mapping[str, str], others: Rows, first: Rows | No
         "## Where something falls short",
         short(rows, left_out),
         "## Models that others wrote",
-        "" if not others else by_others(others, first or {}),
+        "" if not others else by_others(others, first or {}, second),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def by_others(rows: Rows, first: Rows) -> str:
+def by_others(rows: Rows, first: Rows, second: Rows | None = None) -> str:
     parts = [
         others_page.METHOD,
         others_page.counts(rows),
-        others_page.first_counts(first),
+        others_page.first_counts(first, second),
         grouped("What is not exact, by cause", others_page.causes(rows, reason)),
         "### Model by model",
         others_page.table(rows, percent),

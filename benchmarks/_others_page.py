@@ -80,20 +80,45 @@ def counts(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def first_counts(first: Rows) -> str:
-    """How many of the models that were chosen before any was tried were exact on all meshes when they first ran."""
+def first_counts(first: Rows, second: Rows | None = None) -> str:
+    """Return how many models that were chosen before any was tried were exact on all meshes when they first ran.
+
+    Args:
+        first: results of the models of `unseen/`, on four meshes.
+        second: results of the models of `later/`, on dp2 and tp2. They were chosen after faults of the first were
+            repaired.
+    """
     if not first:
         return ""
-    models = [row for row in first.values() if package(row) != IDIOMS]
-    groups = [models, [row for row in first.values() if package(row) == IDIOMS]]
-    exact = [sum(outcome(row) == "exact" for row in group) for group in groups]
-    taken = [row for row in first.values() if torch_takes(row)]
-    return (
-        f"{len(groups[0])} of the models and {len(groups[1])} of the ways of writing a model were chosen by what "
-        f"people use, before any of them was tried. When they first ran, {share(exact[0], groups[0])} and "
-        f"{share(exact[1], groups[1])} were exact on all four meshes: {share(sum(exact), taken)} of the {len(taken)} "
+    models, idioms, taken, exact = _groups(first)
+    text = (
+        f"{len(models)} of the models and {len(idioms)} of the ways of writing a model were chosen by what "
+        f"people use, before any of them was tried. When they first ran, {share(_exact(models), models)} and "
+        f"{share(_exact(idioms), idioms)} were exact on all four meshes: {share(exact, taken)} of the {len(taken)} "
         "that `torch.export` or a break-free `torch.compile` takes (`benchmarks/by_others_first.jsonl`)."
     )
+    if not second:
+        return text
+    models, idioms, taken, exact = _groups(second)
+    chosen = {"more ways of writing a model": idioms, "more models": models}
+    counted = [f"{share(_exact(rows), rows)} of {len(rows)} {name}" for name, rows in chosen.items() if rows]
+    return text + (
+        f"\n\nLater, others were chosen in the same way and run once, on dp2 and tp2: {' and '.join(counted)} were "
+        f"exact, and {share(exact, taken)} of the {len(taken)} that torch takes (`benchmarks/by_others_second.jsonl`). "
+        "Some of their faults have been repaired since."
+    )
+
+
+def _groups(rows: Rows) -> tuple[list[Row], list[Row], list[Row], int]:
+    """Return the models of packages, the idioms, the rows that torch takes, and how many of these are exact."""
+    idioms = [row for row in rows.values() if package(row) == IDIOMS]
+    models = [row for row in rows.values() if package(row) != IDIOMS]
+    taken = [row for row in rows.values() if torch_takes(row)]
+    return models, idioms, taken, _exact(taken)
+
+
+def _exact(rows: Iterable[Row]) -> int:
+    return sum(outcome(row) == "exact" for row in rows)
 
 
 def share(part: int, whole: list[Row]) -> str:

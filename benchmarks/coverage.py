@@ -48,6 +48,8 @@ class List:
 ARCHITECTURES = List("measure", (*MESHES, SEQUENCE, EXPERTS), HERE / "coverage.jsonl", ("gpt2", "resnet"), 300)
 FIRST_RESULTS = HERE / "by_others_first.jsonl"
 """What the models of `by_others/unseen/` gave when they first ran. It is never written again."""
+SECOND_RESULTS = HERE / "by_others_second.jsonl"
+"""What the models of `by_others/later/` gave when they first ran, on dp2 and tp2."""
 OTHERS = List("measure_by_others", OTHER_MESHES, HERE / "by_others.jsonl", ("diffusers: SD3",), 180)
 
 
@@ -62,7 +64,9 @@ def main() -> None:
     if arguments.page:
         from _architectures import LEFT_OUT
 
-        write_page(load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results), load(FIRST_RESULTS))
+        write_page(
+            load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results), load(FIRST_RESULTS), load(SECOND_RESULTS)
+        )
         return
     names = chosen(arguments)
     for name in names:

@@ -171,6 +171,10 @@ def test_the_page_says_what_is_not_exact_and_where():
         "chosen by what people use, before any of them was tried. When they first ran, 1 (33%) and 0 (0%) were" in text
     )
     assert "1 (50%) of the 2 that `torch.export` or a break-free" in text
+    first = {name: ROWS[name] for name in ("a: exact", "plain: refused")}
+    assert "dp2 and tp2: 0 (0%) of 1 more ways of writing a model and 1 (100%) of 1 more models" in page.first_counts(
+        first, first
+    )
     assert (
         "- refused: StageError: the batch cannot be cut: it mixes (3): a: half (dp2), b: crash (dp2), plain: refused"
         in text
@@ -191,3 +195,8 @@ def test_rows_that_are_kept(found):
     assert found["name"] in by_others.MODELS and found["family"] == _coverage_page.BY_OTHERS
     assert set(found["meshes"]) <= set(page.OTHER_MESHES) and page.outcome(found) in page.OUTCOMES
     assert page.outcome(found) == "exact" or found["torch"]["runs"] == "yes", "a model that cannot run says nothing"
+
+
+def test_first_results_are_of_listed_models():
+    for path in (benchmark.FIRST_RESULTS, benchmark.SECOND_RESULTS):
+        assert set(benchmark.load(path)) <= set(by_others.MODELS)

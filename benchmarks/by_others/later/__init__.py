@@ -1,6 +1,6 @@
 """Models and idioms that were chosen after the faults of `unseen/` were repaired, before any of them was tried.
 
-The result of the first run of each is kept in `by_others_second.jsonl`.
+`by_others_second.jsonl` has the results of the first run of the idioms. The models of packages have not run yet.
 """
 
 from __future__ import annotations
