@@ -28,12 +28,14 @@ from autopart.tracing.python.size_conditions import TracedSize, plain_sizes, tra
     ([(64,), (96,)], (64**2, 96**2), ((0, 0), 1, 0)),
     ([(64,), (96,), (80,)], (65, 97, 81), ((0,), 1, 1)),
     ([(8, 64), (8, 96), (4, 80)], (512, 768, 320), ((0, 1), 1, 0)),
+    ([(16,), (56,), (36,)], (544, 6384, 2664), ((0,), 2, 2, 1, (0,))),  # strides of [heads, n, n + 1]
 ])  # fmt: skip
 def test_a_formula_of_an_integer(sizes, values, formula):
     assert fit_integer(values, sizes) == SizeFormula(*formula)
 
 
 @pytest.mark.parametrize(("sizes", "values"), [
+    ([(16,), (56,)], (544, 6384)),  # two traces do not confirm 2 * n * (n + 1)
     ([(64,), (96,)], (65, 97)),  # no third trace confirms the offset
     ([(24,), (64,), (48,)], (24, 40, 40)),  # min(size, 40)
     ([(64,), (97,), (130,)], (32, 48, 65)),  # a rounded half

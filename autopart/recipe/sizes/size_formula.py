@@ -18,16 +18,19 @@ class NotDerivable(Exception):
 
 @dataclass(frozen=True)
 class SizeFormula:
-    """Formula `(factor * product(sizes[v] for v in variables) + offset) / divisor`.
+    """Formula `(factor * product(sizes[v] for v in variables) + offset) / divisor`, times the sizes in `scale`.
 
     >>> SizeFormula((0, 1), 1, 0, divisor=2).at((8, 77))
     308
+    >>> SizeFormula((0,), 2, 2, scale=(0,)).at((16,))
+    544
     """
 
     variables: tuple[int, ...]
     factor: int
     offset: int
     divisor: int = 1
+    scale: tuple[int, ...] = ()
 
     def at(self, sizes: Sizes) -> int:
         """Return the value for these sizes.
@@ -35,7 +38,8 @@ class SizeFormula:
         Raises NotDerivable if it is not an integer, because the sizes are not divisible as those of the traces are.
         """
         product = math.prod(sizes[variable] for variable in self.variables)
-        number, rest = divmod(self.factor * product + self.offset, self.divisor)
+        scale = math.prod(sizes[variable] for variable in self.scale)
+        number, rest = divmod((self.factor * product + self.offset) * scale, self.divisor)
         if rest:
             raise NotDerivable(f"a size is {number} + {rest}/{self.divisor} for {sizes}")
         return number
@@ -45,7 +49,7 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
     """Return the formula of an integer, given its values in several traces.
 
     A formula with an offset must hold in three traces with different products, a formula without one in two. The
-    product of the fewest variables is used.
+    product of the fewest variables is used. An offset that is scaled, as in the stride `n * (n + 1)`, is tried last.
 
     Args:
         values: the integer in each trace.
@@ -53,25 +57,32 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
     Raises:
         NotDerivable: no formula holds, or there are too few traces to confirm it.
     """
-    without_offset, with_offset = [], []
-    for variables in _products(len(sizes[0])):
+    found = [*_fitted(values, sizes, ())]
+    if not any(not formula.offset for formula in found):
+        found += [formula for scale in _products(len(sizes[0])) for formula in _fitted(values, sizes, scale)]
+    if not found:
+        raise NotDerivable(f"no formula of {list(sizes)} gives {list(values)}, or too few traces confirm it")
+    return next((formula for formula in found if not formula.offset), found[0])
+
+
+def _fitted(values: Sequence[int], sizes: Sequence[Sizes], scale: tuple[int, ...]) -> Iterator[SizeFormula]:
+    """Yield the formulas with this scale that hold in all traces. With a scale, they have an offset."""
+    scales = [math.prod(one[variable] for variable in scale) for one in sizes]
+    if not all(scales):
+        return
+    quotients = [Fraction(value, factor) for value, factor in zip(values, scales, strict=True)]
+    for variables in _products(len(sizes[0])) if not scale else [(v,) for v in range(len(sizes[0]))]:
         products = [math.prod(one[variable] for variable in variables) for one in sizes]
-        known = dict(zip(products, values, strict=True))
-        if len(known) < 2 or any(known[product] != value for product, value in zip(products, values, strict=True)):
+        known = dict(zip(products, quotients, strict=True))
+        if len(known) < 2 or any(known[product] != value for product, value in zip(products, quotients, strict=True)):
             continue
         (first, low), (second, high), *_ = known.items()
-        factor = Fraction(high - low, second - first)
+        factor = (high - low) / (second - first)
         offset = low - factor * first
         if all(factor * product + offset == value for product, value in known.items()):
             divisor = math.lcm(factor.denominator, offset.denominator)
-            found = SizeFormula(variables, int(factor * divisor), int(offset * divisor), divisor)
-            if not offset:
-                without_offset.append(found)
-            elif len(known) > 2:
-                with_offset.append(found)
-    if not without_offset and not with_offset:
-        raise NotDerivable(f"no formula of {list(sizes)} gives {list(values)}, or too few traces confirm it")
-    return (without_offset or with_offset)[0]
+            if (len(known) > 2 and factor) if offset else not scale:
+                yield SizeFormula(variables, int(factor * divisor), int(offset * divisor), divisor, scale)
 
 
 def _products(number: int) -> Iterator[tuple[int, ...]]:
