@@ -30,6 +30,7 @@ from autopart.plans.plan import Plan
 from autopart.proof.training_loop.verify_loop import LoopVerification, prove
 from autopart.recipe.compiler import Compiler
 from autopart.recipe.make_plan import can_be_folded, make_plan, prepare
+from autopart.recipe.sizes.example_lengths import ExampleLengths, read_lengths
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.training.layers import LayerProxy
 from autopart.runtime.training.module_methods import partitioned_in
@@ -92,12 +93,15 @@ def plan(
     *,
     example_args: tuple = (),
     example_kwargs: Mapping[str, Any] | None = None,
+    lengths: Iterable[int] | str | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Choose a plan without running anything: no process group, no GPU, and the model can be on `meta`.
 
     Args:
         model, mesh, example_args, example_kwargs: as `parallelize`, with an example.
+        lengths: sequence lengths of the calls to come, such as range(16, 513). The plan, its time and its memory are
+            those of the longest; `plan.cost.at(s=...)` predicts the others.
         **options: `PlanOptions`.
     Raises the errors of `parallelize`.
 
@@ -111,6 +115,9 @@ def plan(
     if not example_args and example_kwargs is None:
         raise InputError("plan() needs an example call", why="the model is traced on it",
                          hint="plan(model, mesh, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
+    if (longest := max(read_lengths(lengths), default=None)) is not None:
+        example = ExampleLengths(bind_call(model, example_args, example_kwargs or {}), asked.sequence_dims)
+        example_args, example_kwargs = example.at((example_args, dict(example_kwargs or {})), longest)
     if type(mesh) is int:
         return _searched(model, mesh, example_args, example_kwargs, asked)[0]
     sizes = Mesh.parse(mesh)

@@ -200,6 +200,9 @@ def diff(first: str, second: str, as_json: bool) -> None:
 )
 @TRAINING
 @click.option(
+    "--lengths", metavar="N,N,...", help="Further sequence lengths to verify, with traced and derived programs."
+)
+@click.option(
     "--shrink", is_flag=True, help="If results differ, also find the smallest part of the graph that is wrong alone."
 )
 @click.option(
@@ -209,7 +212,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
 @JSON
 @reports_errors
 def verify(
-    tolerance: float, shrink: bool, scaled: bool | None, rng: Any, as_json: bool, **options: Any
+    tolerance: float, lengths: str | None, shrink: bool, scaled: bool | None, rng: Any, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Run all ranks of the partitioned model in this process and compare them with the model.
 
@@ -245,11 +248,13 @@ def verify(
         shrink=shrink,
         scaled="auto" if scaled is None else scaled,
         rng=rng,
+        lengths=lengths,
         **training,
     )
     first = str(result.first_mismatch) if result.first_mismatch else None
     data = {"ok": result.ok, "mesh": result.mesh, "max_error": result.max_error, "errors": dict(result.errors),
             "first_mismatch": first, "notes": list(result.notes), "steps": [asdict(step) for step in result.steps],
+            "lengths": [{"length": one.length, "origin": one.origin, "ok": one.ok} for one in result.lengths],
             "not_finite": str(result.not_finite) if result.not_finite else None}  # fmt: skip
     tell(as_json, data, str(result), result.ok)
 

@@ -14,8 +14,9 @@ proves).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -33,6 +34,7 @@ from autopart.plans.headlines import replicated_operator_text, replicated_operat
 from autopart.plans.plan import Plan
 from autopart.proof.comparison import Arrangement, Tamper
 from autopart.proof.finite_values import NotFinite, infinite
+from autopart.proof.length_reports import LengthReport, ProgramOrigins
 from autopart.proof.localize.localize import BROKEN, Mismatch, first_mismatch
 from autopart.proof.localize.shrink import smallest_failing
 from autopart.proof.localize.subgraph import Subgraph
@@ -52,9 +54,11 @@ from autopart.proof.steps.lockstep_steps import train
 from autopart.proof.steps.step_comparison import StepMismatch, StepReport
 from autopart.proof.steps.training_options import MakeOptimizer, Training, read_training
 from autopart.proof.verify_precision import Rounded, SingleDeviceRun
-from autopart.recipe.make_plan import make_plan, prepare
+from autopart.recipe.compiler import Compiler
+from autopart.recipe.make_plan import find_loss, make_plan, prepare
 from autopart.recipe.model_source import ModelSource
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
+from autopart.recipe.sizes.example_lengths import ExampleLengths, read_lengths
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.tracing.python.python_state import SETS
 from autopart.tracing.sparse_buffers import check_layouts
@@ -83,6 +87,7 @@ class Verification:
             `ok` is False.
         rounded: with `precision=`, the comparison with a single-device run in that precision. All other fields are from
             the comparison in float64.
+        lengths: with `lengths=`, a report of each sequence length.
     """
 
     ok: bool
@@ -95,6 +100,7 @@ class Verification:
     steps: tuple[StepReport, ...] = ()
     not_finite: NotFinite | None = None
     rounded: Rounded | None = None
+    lengths: tuple[LengthReport, ...] = ()
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else "WRONG" if self.not_finite is None else "NOT FINITE"
@@ -108,6 +114,7 @@ class Verification:
         steps = "".join(f"\n{report}" for report in self.steps)
         bad = f"\n{self.not_finite}" if self.not_finite is not None else ""
         rounded = f"\n{self.rounded}" if self.rounded is not None else ""
+        steps += "".join(f"\n{report}" for report in self.lengths)
         return head + worst + bad + rounded + steps + first + self._smallest_text() + notes
 
     def _smallest_text(self) -> str:
@@ -127,7 +134,7 @@ def verify(
     rng: Rng = "exact", tolerance: float = TOLERANCE, shrink: bool = False, scaled: bool | str = "auto",
     tamper: Tamper | None = None, steps: int | None = None, optimizer: MakeOptimizer | None = None,
     max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
-    **options: Unpack[PlanOptions],
+    lengths: Iterable[int] | str | None = None, **options: Unpack[PlanOptions],
 ) -> Verification:  # fmt: skip
     """Run ALL ranks of the partitioned model in this process and compare with the model.
 
@@ -152,7 +159,7 @@ def verify(
         max_norm: gradient clipping norm.
         scaler: True, settings of a `torch.amp.GradScaler`, or a scaler.
         batches: keyword arguments of the call of each step.  [default: the example in every step]
-
+        lengths: further sequence lengths, such as [17, 64, 77]. The report names those whose programs are derived.
     Raises the errors of `plan`.
 
     Example:
@@ -165,9 +172,9 @@ def verify(
     sizes = Mesh.parse(mesh)
     arguments = bind_call(model, example_args, example_kwargs or {})
     check_values(flatten_call(arguments))
-    training = read_training(
-        model, arguments, steps, optimizer, max_norm, scaler, batches, loss_fn is not None
-    )  # fmt: skip
+    at_lengths = read_lengths(lengths)
+    example = ExampleLengths({"target": target, "call": arguments}, asked.sequence_dims) if at_lengths else None
+    training = read_training(model, arguments, steps, optimizer, max_norm, scaler, batches, loss_fn is not None)
     followed = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     precision = Precision.parse((followed or asked).precision, (followed or asked).reduce_dtype)
     if followed is None:
@@ -176,8 +183,47 @@ def verify(
     verifications = []
     for copied in _copies_to_verify(model, arguments, scaled, work):
         run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng, precision)
-        verifications.append(run.check(run.arrange(sizes, followed, asked, tamper), tolerance, shrink, training))
-    return merge_verifications(verifications)
+        arrangement = run.arrange(sizes, followed, asked, tamper)
+        verifications.append(run.check(arrangement, tolerance, shrink, training))
+    result = merge_verifications(verifications)
+    if example is None:
+        return result
+    call = example_args, example_kwargs or {}, target
+    followed = followed or (arrangement.plan if run.scaled is None else None)  # of the example, for every length
+    again = partial(verify, model, sizes, plan=followed, loss_fn=loss_fn, rng=rng, tolerance=tolerance, scaled=scaled,
+                    tamper=tamper, **({} if followed is not None else options))  # fmt: skip
+    return _with_lengths(result, run, {n: example.at(call, n) for n in at_lengths}, call, again, asked)
+
+
+def _with_lengths(
+    result: Verification, run: VerificationRun, calls: Mapping[int, Any], example: Any,
+    again: partial[Verification], options: Options,
+) -> Verification:  # fmt: skip
+    """Verify calls of other lengths, and add their results to the verification of the example.
+
+    Args:
+        run: the verification of the example.
+        calls: {length: positional arguments, keyword arguments and target}.
+        again: `verify`, of which these three are left open.
+    """
+    plan, loss_fn = again.keywords["plan"] if run.scaled is None else None, again.keywords["loss_fn"]
+    purpose = "step" if find_loss(run.traced) is not None else "forward"
+    compiler = Compiler(run.source, again.args[1], options, plan)
+    origins = ProgramOrigins(compiler, training=run.model.training, loss_fn=loss_fn, purpose=purpose)
+    origins.of(*example)
+    reports = []
+    for length, (args, kwargs, target) in calls.items():
+        phase(f"verifying length {length}")
+        origin, wrong = origins.of(args, kwargs, target)
+        other = again(example_args=args, example_kwargs=kwargs, target=target)
+        reports.append(LengthReport(length, origin, other, wrong))
+    errors = {f"length {r.length} {name}": error for r in reports for name, error in r.verification.errors.items()}
+    first = next((r.verification.first_mismatch for r in reports if not r.ok), None)
+    return replace(
+        result, ok=result.ok and all(report.ok for report in reports), errors={**result.errors, **errors},
+        max_error=max(result.max_error, *(report.verification.max_error for report in reports)),
+        first_mismatch=result.first_mismatch or first, lengths=tuple(reports),
+    )  # fmt: skip
 
 
 def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:

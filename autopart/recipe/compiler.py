@@ -109,6 +109,8 @@ class Compiler:
         self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # for each set of calls that differ only in numbers
         self._has_number_inputs = False
         self.changed_values = ""
+        self.origin = ""
+        """Origin of the last new program: "derived", or "traced" with the reason."""
         self._random, self._samples = torch.Generator(), torch.Generator()
         self._model_settings = settings_of(model)
         if plan is not None:
@@ -249,6 +251,7 @@ class Compiler:
             family = self._families.get(of_all_sizes, self._new_family)
             sizes = sizes_of(flat.tensors)
             derived = self._derived(family, sizes, purpose)
+            self.origin = f"traced: {family.reason}" if derived is None else "derived"
             if derived is not None and not flags().check:
                 return self._traced.add(key, derived)
             first = next((traced.first_guards for traced in self._traced.of(key)), None)

@@ -18,7 +18,9 @@ class NotDerivable(Exception):
 
 @dataclass(frozen=True)
 class SizeFormula:
-    """Formula `(factor * product(sizes[v] for v in variables) + offset) / divisor`, times the sizes in `scale`.
+    """Formula `(factor * product(sizes[v] for v in variables) + offset) / divisor`.
+
+    It is multiplied by the sizes of the variables in `scale`.
 
     >>> SizeFormula((0, 1), 1, 0, divisor=2).at((8, 77))
     308
