@@ -152,6 +152,13 @@ def test_a_derived_program_equals_the_traced_one(name, mesh):
     assert derived[:2] == [False] * 2 and derived[3:6] == [True, True, False] and derived[7:] == [True, False]
 
 
+def test_uneven_shards_are_derived_from_lengths_with_the_same_remainder():
+    lengths = (13, 53, 33, 21, 45, 18, 50, 34, 26)  # over two ranks in zigzag, there are four chunks
+    batches = [zoo.llama(num_layers=1, rows=4, seq=length)[1] for length in lengths]
+    derived = derived_and_traced(zoo.llama(num_layers=1, seq=64)[0], "cp2", batches)
+    assert derived[3:5] == [True, True] and derived[-1]
+
+
 class ByLength(nn.Module):
     """Python decisions by the length, of several kinds."""
 

@@ -123,6 +123,10 @@ class CallFamily(Generic[Traced]):
             divided = [call for call in calls if _divisors(call, shards) == _divisors(sizes, shards)]
             if len(divided) < len(calls):
                 yield from self._alike(divided)
+            # Uneven shards, such as those of zigzag, are formulas of sizes with equal remainders.
+            remainders = [call for call in divided if _remainders(call, shards) == _remainders(sizes, shards)]
+            if len(remainders) < len(divided):
+                yield from self._alike(remainders)
 
     def _alike(self, calls: Sequence[Sizes]) -> Iterator[list[Sizes]]:
         """Group calls in which the model's Python takes the same branches. Yield one list per group."""
@@ -180,3 +184,7 @@ class CallFamily(Generic[Traced]):
 
 def _divisors(sizes: Sizes, num_shards: Sizes) -> list[int]:
     return [math.gcd(size, shards) for size, shards in zip(sizes, num_shards, strict=True)]
+
+
+def _remainders(sizes: Sizes, num_shards: Sizes) -> list[int]:
+    return [size % shards for size, shards in zip(sizes, num_shards, strict=True)]
