@@ -59,7 +59,7 @@ class QueryRun(NamedTuple):
         return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
 
     def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, QueryRun]]:
-        """Yield blocks of these queries for the attention kernel, restricted to the keys `low` to `high - 1`.
+        """Split the attention of these queries to the keys `low` to `high - 1` into blocks for a kernel.
 
         If a kernel supports the mask, there are one or two blocks, each with all queries. If there are two, the first
         has the keys that all queries attend, and the second has the last keys with a causal mask. If no kernel supports

@@ -298,7 +298,7 @@ class Program:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages, without the tail."""
+        """Number of pipeline stages, without the tail (`Program.tail`)."""
         return len(self.stages) - self.stages[-1].is_tail
 
     def runs_of(self, stage: Stage) -> int:

@@ -223,7 +223,8 @@ def execute(
         orders: for each rank, its actions in order.
         durations: seconds of the actions.
         overlap_sends: True if sends overlap with compute.
-        has_tail: True if the last stage in `orders` is a tail: all backwards of the stage before it use its gradients.
+        has_tail: True if the last stage in `orders` is a tail, which runs once for all microbatches. All backwards of
+            the stage before it use its gradients.
 
     Raises StageError if ranks deadlock. Raises OptionError for invalid durations.
 

@@ -92,7 +92,7 @@ def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[T
 
 
 def split_for_stage(program: Program, gradients: Sequence[Tensor | None], microbatch: int) -> list[Tensor | None]:
-    """Return the gradients that one microbatch of the last pipeline stage gets from the tail.
+    """Return the gradients that one microbatch of the last stage gets from the tail (`merge_for_tail`).
 
     Args:
         gradients: gradients of the merged values that the tail received.
@@ -111,9 +111,9 @@ def _gradient_of(gradient: Tensor, placement: Placement, num_microbatches: int, 
 
 
 def _tail_placements(program: Program) -> list[Placement]:
-    """Return how to merge the microbatches of each value that the tail receives, as placements.
+    """Return how to merge the microbatches of each value that the tail (`merge_for_tail`) receives.
 
-    They are placements on `MICROBATCH_AXIS`. Their sections are those of this rank's samples.
+    The result has a placement on `MICROBATCH_AXIS` for each value. Its sections are those of this rank's samples.
     """
     last, ranks = program.stages[program.num_stages - 1], program.data_parallel_size
     placements = [boundary.layout.get(MICROBATCH_AXIS, R) for boundary in last.sends]

@@ -21,7 +21,8 @@ def stage_style_of(schedule: str | None) -> str:
 def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> int:
     """Return the `pp` coordinate that runs `stage`.
 
-    The tail is stage `num_stages`, and runs on the ranks of the last stage.
+    Stage `num_stages` is the tail, the part of a model that runs once for all microbatches. It runs on the ranks of the
+    last pipeline stage.
 
     >>> [stage_coordinate(s, 4, 2, "loop") for s in range(4)], [stage_coordinate(s, 4, 2, "V") for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])

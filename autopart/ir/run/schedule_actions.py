@@ -33,8 +33,8 @@ def actions(
     Without a schedule (one stage), they are the forward and backward of each microbatch.
 
     Args:
-        has_tail: True if the program has a tail. It is stage `num_stages`, and runs once before the first backward of
-            the last stage. Its actions have the number of the last microbatch.
+        has_tail: True if the program has a tail: a graph that runs once for all microbatches, before the first backward
+            of the last stage. The tail is stage `num_stages`. Its actions have the number of the last microbatch.
 
     >>> [f"{a.stage}{a.kind}{a.microbatch}" for a in actions("gpipe", 2, 2, 2)[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -49,7 +49,7 @@ def actions(
 
 
 def _with_tail(order: Iterable[Action], num_stages: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of a rank. If the rank runs the last stage, the actions of the tail are included."""
+    """Yield the actions of a rank. Add those of the tail (see `actions`) if the rank runs the last stage."""
     has_run = False
     for action in order:
         if action.stage == num_stages - 1 and action.kind in "BI" and not has_run:

@@ -55,6 +55,8 @@ def _runs_in_tail(node: fx.Node, strategy: Strategy, tail: Set[fx.Node]) -> bool
 def mixed_samples_error(mixed: tuple[fx.Node, fx.Node], microbatches: int, because: str, hint: str) -> StageError:
     """Return the error for an operator that combines samples of microbatches and cannot run in the tail.
 
+    The tail is the set of operators that run once for all microbatches.
+
     Args:
         mixed: the operator, and its input that is needed for the full batch.
         because: the reason why the operator cannot run in the tail; "" without a pipeline.

@@ -147,7 +147,8 @@ def _has_rows(atoms: Any) -> bool:
 class _ConvertedValue(NamedTuple):
     """Properties of a value that determine the cost of converting it between placements.
 
-    `size_bytes`: as `ShardingCosts.bytes`. `others`: (placement, axis size) on each axis that is already solved.
+    `size_bytes`: bytes of one microbatch of the value on one rank, if the axis that is solved now does not shard it.
+    `others`: (placement, axis size) on each axis that is already solved.
     """
 
     shape: tuple[int, ...]
