@@ -77,7 +77,12 @@ class ProgramSource(Protocol):
     """Interface through which a ParallelModule gets the program of a call. It traces calls that are new.
 
     Equal calls get the same Program object.
+
+    Attributes:
+        buffers: {name: buffer of the partitioned module}, whose values the programs can depend on.
     """
+
+    buffers: Mapping[str, Tensor]
 
     @property
     def plan(self) -> Any:
@@ -179,6 +184,7 @@ class ParallelModule(
         self._local_parameters: dict[str, nn.Parameter] = {}
         self._trained: set[str] = set()  # names of parameters that were not frozen when they were traced
         self._local_buffers: dict[str, Tensor] = {}
+        compiler.buffers = self._local_buffers
         self._extra_state = extra_state(model)
         connect_state_dicts()
         bind_calls(self, model)

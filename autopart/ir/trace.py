@@ -93,12 +93,14 @@ class Trace:
         """Return a copy of the trace whose parameters allocate no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
 
-    def attributes_after(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
-        """Return {attribute: value} of the attributes that a call with these input tensors changes."""
+    def attributes_after(
+        self, tensors: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, Any]:
+        """Return {attribute: value} of the attributes that a call with these input tensors and buffers changes."""
         if not self.attribute_updates:
             return {}
         recorded = {name: value for name, value in self.attribute_updates.items() if isinstance(value, ValueCall)}
-        values = ValueProgram([*recorded.values()]).run(tensors)
+        values = ValueProgram([*recorded.values()]).run(tensors, buffers)
         return {**self.attribute_updates, **dict(zip(recorded, values, strict=True))}
 
     @property

@@ -103,6 +103,8 @@ class Compiler:
         self._decided: dict[str, OnAxes] = {}
         self.written: frozenset[str] = frozenset()
         self._num_traces, self._trace_s = 0, 0.0
+        self.buffers: Mapping[str, Tensor] = {}
+        """{name: buffer} of the partitioned module, whose values can differ from the model's."""
         self._values_read: dict[tuple[str, str], set[str]] = {}
         """{(expression, source line): the values that Python read in the traces}."""
         self._has_warned_of_change = False
@@ -197,7 +199,7 @@ class Compiler:
             arguments = {"target": target, "call": arguments}
         with with_values(self.model, settings):
             traced, call = self._find(arguments, training, settings, loss_fn, purpose)
-        for name, value in traced.trace.attributes_after(call.tensors).items():
+        for name, value in traced.trace.attributes_after(call.tensors, self._buffers_of(traced)).items():
             path, _, attribute = name.rpartition(".")
             vars(self.model.get_submodule(path))[attribute] = value
         self.changed_values = traced.changed_values + traced.trace.value_guards.text
@@ -323,7 +325,7 @@ class Compiler:
         computed: dict[str, Any] = {}
 
         def fits(traced: _Traced) -> bool:
-            if not traced.guards.hold() or not traced.trace.value_guards.hold(call.tensors, computed):
+            if not traced.guards.hold() or not self._values_hold(traced, call, computed):
                 return False
             if traced.derived_from is not None:
                 try:
@@ -333,6 +335,13 @@ class Compiler:
             return True
 
         return fits
+
+    def _values_hold(self, traced: _Traced, call: Call, computed: dict[str, Any]) -> bool:
+        guards = traced.trace.value_guards
+        return not guards or guards.hold(call.tensors, computed, self._buffers_of(traced))
+
+    def _buffers_of(self, traced: _Traced) -> dict[str, Tensor]:
+        return {**traced.trace.buffers, **self.buffers}
 
     def _changed_values(self, first: Guards) -> str:
         """Return the Python values that differ from those of an earlier trace. Warn at the first difference."""
@@ -386,7 +395,8 @@ class Compiler:
 
         def once() -> tuple[Trace, Guards]:
             with record_reads() as reads:
-                traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
+                traced = prepare(model, arguments, written=self.written, precision=self.precision,
+                                 buffers=self.buffers).without_values()  # fmt: skip
             device = device_of_weights(self.model) if self.precision is None else None
             return traced, Guards(reads, model, others, slots.values(), device, traced.attribute_updates)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def _without_collections() -> Iterator[None]:
 @_without_collections()
 def prepare(
     model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = (),
-    precision: Precision | None = None, fold: bool = False,
+    precision: Precision | None = None, fold: bool = False, buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Trace:  # fmt: skip
     """Trace, normalize and annotate a model for a call.
 
@@ -98,36 +99,40 @@ def prepare(
         precision: mixed precision, in place of the model's own dtypes. If `double` is set, its casts become identities.
         fold: True to deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a
             graph is not run.
+        buffers: {name: current value} of buffers that differ from the model's.
     """
     check_folder()
     with compute_dtype_context(model, precision, written):
-        traced = _prepared(model, arguments, double, written, fold)
+        traced = _prepared(model, arguments, double, written, fold, buffers)
     # Parameters that are written become buffers, which keep their dtype.
     if precision is not None and not traced.written <= set(written):
-        return prepare(model, arguments, double, {*written, *traced.written}, precision, fold)
+        return prepare(model, arguments, double, {*written, *traced.written}, precision, fold, buffers)
     notes = (*traced.notes, *precision_notes(model, precision))
     return replace(traced, notes=notes, precision=None if double else precision)
 
 
 def _prepared(
-    model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool
+    model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool,
+    buffers: Mapping[str, torch.Tensor],
 ) -> Trace:  # fmt: skip
     """Trace and annotate a model, and deduplicate its blocks if `fold`."""
     phase("tracing the model")
-    traced = trace(model, arguments, written)
+    traced = trace(model, arguments, written, buffers)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
     phase("finding out what can be sharded")
     if fold and (few := deduplicated(traced)).folds:
         try:
-            few = _annotated(model, arguments, few, double)
+            few = _annotated(model, arguments, few, double, buffers)
             check_blocks(few)
             return few
         except NotDeduplicable:
             pass
-    return _annotated(model, arguments, traced, double)
+    return _annotated(model, arguments, traced, double, buffers)
 
 
-def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, double: bool) -> Trace:
+def _annotated(
+    model: nn.Module, arguments: Mapping[str, Any], traced: Trace, double: bool, buffers: Mapping[str, torch.Tensor]
+) -> Trace:
     """Normalize and annotate a trace, and check that the model and the graph give the same gradients."""
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
@@ -135,7 +140,7 @@ def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, do
         half = {torch.float16, torch.bfloat16} & lifted
         traced = replace(traced, notes=(*traced.notes, LIFTED_HALF if half else LIFTED))
     run_passes(traced.graph, NORMALIZE)
-    traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
+    traced = with_gradients_checked(model, arguments, traced, find_loss(traced), buffers)
     _find_facts(traced)
     return replace(traced, size_conditions=(*traced.size_conditions, *check_lookups(traced)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat.export_internals import redirected_conditions, redirected_transforms
-from autopart.compat.torch_internals import Tracing, leaves_with_names, register_mapping, tree_flatten, tree_unflatten
+from autopart.compat.torch_internals import (
+    Tracing,
+    has_values,
+    leaves_with_names,
+    register_mapping,
+    tree_flatten,
+    tree_unflatten,
+)
 from autopart.tracing.autograd.autograd_functions import apply_as_operator
 from autopart.tracing.autograd.cond_branches import both_branches
 from autopart.tracing.autograd.func_transforms import transformed
@@ -26,7 +34,7 @@ from autopart.tracing.python.python_random import drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.recorded_reads import watched_frames
 from autopart.tracing.python.user_checkpoints import UserCheckpoints
-from autopart.tracing.with_loss import call_model, users_input, users_modules, without_caches
+from autopart.tracing.with_loss import call_model, users_input, users_modules, users_name, without_caches
 
 PREFIX = "model."
 """Prefix of the model's own parameters and modules inside an `ExportEntry`."""
@@ -41,9 +49,15 @@ class ExportEntry(nn.Module):
     Attributes:
         autocast: the autocast state of the call.
         state: recorder of the forward's side effects.
+
+    Args:
+        buffers: {name: current value} of buffers that differ from the model's.
     """
 
-    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):
+    def __init__(
+        self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device,
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    ):  # fmt: skip
         super().__init__()
         dtype = ambient_autocast(device.type)
         self.autocast = torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
@@ -57,6 +71,9 @@ class ExportEntry(nn.Module):
         inputs = [leaf for leaf in (*leaves, *self.numbers.values()) if isinstance(leaf, Tensor)]
         self.real = inputs
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
+        of_model = {users_name(model, name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+        real = {name: buffer for name, buffer in {**of_model, **buffers}.items() if has_values(buffer)}
+        self.semantics.known.buffers = real
         self.draws_by_torch = False  # True: torch draws Python's random numbers
         self.draws_on_host = False  # True: functions that draw them are host functions
         self.spoken = [users_input(model, name) for name in names]

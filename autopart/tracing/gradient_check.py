@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,8 +74,9 @@ class _GradientRun:
 
 
 def with_gradients_checked(
-    model: nn.Module, arguments: Mapping[str, Any], traced: Trace, loss: fx.Node | None
-) -> Trace:
+    model: nn.Module, arguments: Mapping[str, Any], traced: Trace, loss: fx.Node | None,
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Trace:  # fmt: skip
     """Check that a trace and its model give gradients to the same parameters. Return the trace.
 
     Also records the modules that the model checkpoints, which a trace with repeated blocks can miss. Adds a note if the
@@ -87,7 +89,7 @@ def with_gradients_checked(
     if traced.has_random_branches:
         return traced  # a run of the model takes only one side of each branch
     device = device_of_weights(model)
-    entry = ExportEntry(model, arguments, flatten_call(arguments).names, device)
+    entry = ExportEntry(model, arguments, flatten_call(arguments).names, device, buffers)
     leaves = {id(p): name for name, p in traced.all_parameters.items() if p.requires_grad}
     try:
         stands_for = {id(p): without_values(p) for p in (*model.parameters(), *model.buffers())}
@@ -95,6 +97,11 @@ def with_gradients_checked(
         known = ConcreteConstants()
         if traced.value_guards:
             known.bind(inputs, entry.real)
+            known.buffers = entry.semantics.known.buffers
+            held = {
+                name: stands_for.get(id(buffer)) for name, buffer in traced.buffers.items() if name in known.buffers
+            }
+            known.hold({name: buffer for name, buffer in held.items() if buffer is not None})
         with no_autocast(), meta_run(device, known):
             flat = tree_flatten(_call(entry, stands_for, inputs))[0]
     except Exception as error:  # the model's code may raise anything for tensors without values

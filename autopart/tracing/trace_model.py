@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -131,13 +132,17 @@ def check_values(call: Call) -> None:
 
 
 @restored_transforms()
-def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = ()) -> Trace:
+def trace(
+    model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = (),
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Trace:  # fmt: skip
     """Trace `model(**arguments)` and return its graph, parameters and buffers.
 
     Args:
         model: any module; its parameters can be on `meta`.
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that another call writes. They become buffers in this trace, too.
+        buffers: {name: current value} of buffers that differ from the model's.
     Raises:
         TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
@@ -147,7 +152,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         check_values(call)
     check_not_empty(call)
     # torch.export would merge two inputs that are one tensor object, so they are copied for the trace.
-    entry = ExportEntry(model, arguments, call.names, device)
+    entry = ExportEntry(model, arguments, call.names, device, buffers)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(users_model(model))
     check_layouts(users_model(model), dict(zip(call.names, call.tensors, strict=True)))

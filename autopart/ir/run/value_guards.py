@@ -1,7 +1,7 @@
-"""Guards on values of inputs (lengths, masks, indices) that Python read while the model was traced.
+"""Guards on values of inputs and buffers (lengths, masks, flags) that Python read while the model was traced.
 
-A guard is a small program on the inputs, and the value that it returned for the traced call. A call with other values
-needs another trace.
+A guard is a small program on the inputs and buffers, and the value that it returned for the traced call. A call with
+other values needs another trace.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ class Metadata:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class BufferTensor(Metadata):
+    """Buffer `name` of the model, with its value before the call. Zeros stand in for an unknown value."""
+
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +107,11 @@ class ValueGuards:
     def _values(self) -> list[Any]:
         return [guard.value for guard in self.guards]
 
-    def hold(self, tensors: Sequence[Tensor], computed: dict[str, Any]) -> bool:
+    def hold(self, tensors: Sequence[Tensor], computed: dict[str, Any], buffers: Mapping[str, Tensor]) -> bool:
         """Return True if a call with these tensors has the values of the traced call.
 
         Args:
+            buffers: {name: current value} of the model's buffers.
             computed: cache of the values of guards, shared by the traces that one call is compared with.
         """
         if not self.guards:
@@ -110,7 +119,7 @@ class ValueGuards:
         key = self._program.key
         if key not in computed:
             try:
-                computed[key] = self._program.run(tensors)
+                computed[key] = self._program.run(tensors, buffers)
             except _FAILURES:  # an operator rejects the new values: the model's own call will reject them too
                 computed[key] = None
         return computed[key] == self._values
@@ -153,6 +162,8 @@ class ValueProgram:
     def _described(self, one: Any) -> str:
         if isinstance(one, ValueCall):
             return f"{id(one.func)} {self._text(one.args)} {self._text(dict(one.kwargs))} {one.place}"
+        if isinstance(one, BufferTensor):
+            return f"buffer {one.name}"
         if isinstance(one, InputTensor):
             return f"input {one.place}"
         return f"tensor {id(one)}" if isinstance(one, Tensor) else f"{one.shape} {one.dtype}"
@@ -166,13 +177,22 @@ class ValueProgram:
             return f"slice{self._text((value.start, value.stop, value.step))}"
         return f"%{self._numbers[id(value)]}" if _is_recorded(value) else repr(value)
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the values for a call with these input tensors, computed on the device of the tensors."""
+    @property
+    def buffers(self) -> list[BufferTensor]:
+        """The buffers that the program reads."""
+        return [one for one in self.recorded if isinstance(one, BufferTensor)]
+
+    def run(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor] = MappingProxyType({})) -> list[Any]:
+        """Return the values for a call with these input tensors, computed on the device of the tensors.
+
+        Args:
+            buffers: {name: current value} of the model's buffers.
+        """
         device = next((tensors[place].device for place in self.inputs), torch.device("cpu"))
         results: list[Any] = []
         with torch.no_grad():
             for step in self._steps:
-                results.append(step(tensors, results, device))
+                results.append(step((tensors, buffers), results, device))
         return [results[number] for number in self._results]
 
     @cached_property
@@ -183,18 +203,25 @@ class ValueProgram:
         """Return a function that computes one of the recorded values from the earlier ones."""
         if isinstance(one, InputTensor):
             place = one.place
-            return lambda tensors, results, device: tensors[place].detach()
+            return lambda given, results, device: given[0][place].detach()
         if isinstance(one, Tensor):
-            return lambda tensors, results, device: one.to(device)
+            return lambda given, results, device: one.to(device)
         if isinstance(one, Metadata):
-            return lambda tensors, results, device: torch.zeros((), dtype=one.dtype, device=device).expand(one.shape)
+            name = one.name if isinstance(one, BufferTensor) else ""
+
+            def value(given: _Given, results: Sequence[Any], device: torch.device) -> Tensor:
+                if name in given[1]:
+                    return given[1][name].detach().to(device)
+                return torch.zeros((), dtype=one.dtype, device=device).expand(one.shape)
+
+            return value
         if getattr(one.func, "__name__", "") in _TO_DEVICE and _is_recorded(one.args[0]):
             number = self._numbers[id(one.args[0])]
-            return lambda tensors, results, device: results[number]
+            return lambda given, results, device: results[number]
         kwargs = {**one.kwargs, "device": torch.device("cpu")} if one.kwargs.get("device") is not None else one.kwargs
         args, named, func, of_several = self._filled(one.args), self._filled(dict(kwargs)), one.func, one.place
 
-        def call(tensors: Sequence[Tensor], results: Sequence[Any], device: torch.device) -> Any:
+        def call(given: _Given, results: Sequence[Any], device: torch.device) -> Any:
             result = func(*args(results, device), **named(results, device))
             is_one = of_several is None or isinstance(result, Tensor)
             return result if is_one else tree_flatten(result)[0][of_several]
@@ -222,7 +249,9 @@ class ValueProgram:
         return lambda results, device: kind([part(results, device) for part in parts])
 
 
-_Step = Callable[[Sequence[Tensor], Sequence[Any], torch.device], Any]
+_Given = tuple[Sequence[Tensor], Mapping[str, Tensor]]
+"""Input tensors of a call, and {name: buffer}."""
+_Step = Callable[[_Given, Sequence[Any], torch.device], Any]
 
 
 def _is_recorded(value: Any) -> bool:

@@ -294,7 +294,7 @@ class _TracedBatches:
         tensors = flatten_call(self.reference.in_double(arguments)).tensors
 
         def fits(cached: tuple[GraphUnderTest, Program]) -> bool:
-            return cached[0].traced.value_guards.hold(tensors, {})
+            return cached[0].traced.value_guards.hold(tensors, {}, cached[0].traced.buffers)
 
         subject, program = self.cache.find(key, fits) or self.cache.add(key, self._traced(arguments))
         call = replace(subject.traced.call, tensors=tensors)

@@ -29,6 +29,8 @@ from autopart.tracing.trace_errors import NOT_THE_USERS
 
 _SYMBOLIC = frozenset({"item", "tolist", "__float__"})
 """Functions for whose results a trace has symbols."""
+_POINTERS = frozenset({"__int__", "__index__"})
+"""Functions for whose results a trace has symbols, if they read a buffer."""
 _ARRAYS = frozenset({"numpy", "__array__"})
 """Functions that return numpy arrays. Python gets arrays of integers; each entry becomes a guard."""
 _REFUSALS = Refusal.DECISION, Refusal.SIZE, None
@@ -93,7 +95,8 @@ class InputDecisions:
         if name not in READING or not inputs or not all(map(self.known.is_recorded, inputs)):
             return UNKNOWN
         users_frame = _users_frame(frame)
-        if name in _SYMBOLIC and _site(users_frame) not in self._sites:
+        is_pointer = name in _POINTERS and self.known.reads_buffers(inputs[0])
+        if (name in _SYMBOLIC or is_pointer) and _site(users_frame) not in self._sites:
             self.symbolic[_site(users_frame)] = inputs[0].is_floating_point()
             return UNKNOWN
         recorded = self.known.recorded(call)
@@ -148,7 +151,7 @@ class InputDecisions:
 
     def _guarded(self, recorded: ValueCall, frame: FrameType | None) -> Any:
         value = self.known.value(recorded)
-        if value is not UNKNOWN and recorded.of_inputs:
+        if value is not UNKNOWN and (recorded.of_inputs or ValueProgram([recorded]).buffers):
             self.check()
             guard = ValueGuard(*_text(frame), recorded, value)
             self._guards.setdefault((ValueProgram([recorded]).key, repr(value)), guard)

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.python.concrete_constants import ConcreteConstants
+from autopart.tracing.with_loss import users_modules
 
 
 class _BufferMetadata(NamedTuple):
@@ -48,7 +49,14 @@ class AssignedBuffers:
             (module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in self.model.modules()
         ]
         if known is not None:
-            known.hold([buffer for _, buffers, _ in before for buffer in buffers.values() if buffer is not None])
+            known.hold(
+                {
+                    f"{path}.{name}".lstrip("."): buffer
+                    for path, module in users_modules(self.model)
+                    for name, buffer in module._buffers.items()
+                    if buffer is not None
+                }
+            )
         for (module, name), form in self.caches.items() if self.are_filled else ():
             module._buffers[name] = torch.empty(**form._asdict())
         try:

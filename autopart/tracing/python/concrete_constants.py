@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.compat.symbolic_shape_internals import evaluated, expression
 from autopart.compat.torch_internals import has_values, outside_of_tracing, tree_flatten
 from autopart.ir.graph import HOST_FUNCTION
-from autopart.ir.run.value_guards import InputTensor, Metadata, ValueCall, ValueProgram
+from autopart.ir.run.value_guards import BufferTensor, InputTensor, Metadata, ValueCall, ValueProgram
 
 _MAKERS = frozenset(
     {"arange", "eye", "full", "linspace", "logspace", "ones", "zeros", "tensor", "as_tensor", "scalar_tensor"}
@@ -71,7 +72,9 @@ class ConcreteConstants:
         self._made = WeakIdKeyDictionary()
         self._changing = {memory_of(tensor) for tensor in of_model} | {None}
         self.read: list[Tensor] = []
-        self._held: list[tuple[Tensor, Metadata]] = []
+        self._held: list[tuple[Tensor, BufferTensor]] = []
+        self.buffers: dict[str, Tensor] = {}
+        """{name: real buffer of the model}."""
         self.inputs: list[Tensor] = []
         """Real tensors of the inputs."""
         self.lacks_values = False
@@ -244,9 +247,9 @@ class ConcreteConstants:
 
         Args:
             inputs: the tensors among the call's arguments.
-            of_inputs: True to also return results that depend on the inputs of the traced call.
+            of_inputs: True to also return results that depend on the inputs of the traced call, or on buffers.
         """
-        asks = getattr(call[0], "__name__", "") in READING
+        asks = getattr(call[0], "__name__", "") in READING and (of_inputs or not any(map(self.reads_buffers, inputs)))
         if not asks or not inputs or not all(map(self.is_recorded if of_inputs else self._is_known, inputs)):
             return UNKNOWN
         return self.result(call)
@@ -263,31 +266,33 @@ class ConcreteConstants:
     def value(self, recorded: Any) -> Any:
         """Compute the value of a recorded tensor or number.
 
-        Returns UNKNOWN if it depends on buffers or on inputs on meta, or if its calls draw random numbers.
+        Returns UNKNOWN if it depends on tensors on meta, or if its calls draw random numbers.
         """
         program = ValueProgram([recorded])
-        if _forms_of(program) & {id(form) for _, form in self._held}:
+        if any(one.name not in self.buffers for one in program.buffers):
             return UNKNOWN
         if not all(has_values(self.inputs[place]) for place in program.inputs):
             self.lacks_values = True
             return UNKNOWN
-        return self._without_draws(program)
+        return self._without_draws(program, self.buffers)
 
-    def _without_draws(self, program: ValueProgram) -> Any:
+    def _without_draws(self, program: ValueProgram, buffers: Mapping[str, Tensor] = MappingProxyType({})) -> Any:
         """Run the recorded calls of a value and return the result; UNKNOWN if a call draws random numbers."""
         self.read += [leaf for leaf in program.recorded if isinstance(leaf, Tensor)]
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
-            (result,) = program.run(self.inputs)
+            (result,) = program.run(self.inputs, buffers)
             is_random = not torch.equal(drawn, torch.get_rng_state())
         if not is_random:
             return result
         torch.set_rng_state(drawn)
         return UNKNOWN
 
-    def hold(self, buffers: Sequence[Tensor]) -> None:
-        """Treat these buffers as equal in every call, until they are written. Their values stay unknown."""
-        self._held = [(buffer, Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
+    def hold(self, buffers: Mapping[str, Tensor]) -> None:
+        """Treat the buffers of a trace, {name: buffer}, as constant in every call until they are written."""
+        self._held = [
+            (buffer, BufferTensor(tuple(buffer.shape), buffer.dtype, name)) for name, buffer in buffers.items()
+        ]
         for buffer, form in self._held:
             self._made[buffer] = form
 
@@ -295,14 +300,15 @@ class ConcreteConstants:
         """Return True for a tensor that is computed from buffers, possibly together with inputs and constants."""
         if not self.is_recorded(tensor):
             return False
-        return bool(_forms_of(ValueProgram([self._made[tensor]])) & {id(form) for _, form in self._held})
+        return bool(ValueProgram([self._made[tensor]]).buffers)
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Return True if a tensor has the same values in every call."""
         if not self._is_known(tensor):
             return False
         program = ValueProgram([self._made[tensor]])
-        if _forms_of(program) & {id(form) for held, form in self._held if self._made.get(held) is not form}:
+        written = {id(form) for held, form in self._held if self._made.get(held) is not form}
+        if written & {id(form) for form in program.buffers}:
             return False
         try:
             return self._without_draws(program) is not UNKNOWN
@@ -335,11 +341,6 @@ def moved_view(view: Any, root: Any, new: Any) -> Any:
 
 def _first(tensor: Tensor, _: Any) -> Tensor:
     return tensor
-
-
-def _forms_of(program: ValueProgram) -> set[int]:
-    """Return the ids of all `Metadata` objects that these recorded calls read."""
-    return {id(leaf) for leaf in program.recorded if isinstance(leaf, Metadata)}
 
 
 def _is_of_inputs(recorded: Any) -> bool:

@@ -139,6 +139,10 @@ class EagerSemantics(TorchFunctionMode):
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
+        if func is Tensor.__bool__ and self.known.reads_buffers(args[0]):
+            value = self.decisions.answer((func, args, kwargs), tensors, sys._getframe(1))
+            if value is not UNKNOWN:
+                return value
         if func is Tensor.__bool__ and (decided := self._decided(args[0], sys._getframe(1))) is not None:
             return decided
         if func is Tensor.__len__ and self.skipped.has_length(sys._getframe(1), args[0].shape[0]):
