@@ -88,7 +88,7 @@ _KINDS = (
 _OUT_OF_MEMORY = r"out of memory|[Cc]annot allocate memory|can't allocate memory|not enough memory"
 
 
-def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
+def trace_error(model: nn.Module, error: Exception, origin: str = "", limit: str = "") -> TraceError:
     """Convert an exception of torch.export to the error that the user gets.
 
     `origin`: text of the values from which the last data-dependent condition was computed.
@@ -109,6 +109,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
         )  # fmt: skip
     if "DataDependent" in type(error).__name__ or "data-dependent" in text:
         why = "this line decides what to run by the values in a tensor, which a graph cannot hold" + _from(origin)
+        why += f"; a graph cannot compute both sides of the branch either: {limit}" if limit else ""
         return TraceError(f"{name} cannot be traced", refusal=Refusal.DECISION, why=why, where=where,
                           hint=_data_dependent_hint(frame, model))  # fmt: skip
     if "DynamicOutputShape" in type(error).__name__:

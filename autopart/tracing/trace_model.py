@@ -190,7 +190,7 @@ def _traced(
     except TraceError:
         raise
     except Exception as error:  # torch.export raises many kinds of errors; each is reported with the user's source line
-        raise trace_error(model, error, entry.semantics.asked) from error
+        raise trace_error(model, error, entry.semantics.asked, entry.semantics.chances.limit) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     with_bounded_sizes(traced.graph, list(entry.semantics.skipped.lines))
     passed = [f"the program does not contain a check of values: {text}" for text in entry.semantics.passed]
@@ -301,10 +301,10 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
         return with_random_branches(program, chances, again)
     except (ReadsFloat, Rewrites):
         raise
-    except Exception:  # a side raises, or the sides cannot be merged: trace again, rejecting the branch
+    except Exception as error:  # a side raises, or the sides cannot be merged: trace again, rejecting the branch
         if not chances.by_values:
             raise
-        chances.refuses_values = True
+        chances.refuse_values(error)
         return _exported(entry, example)
 
 

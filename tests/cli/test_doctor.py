@@ -185,7 +185,8 @@ inputs: x float32[8,8], y float32[8,8]
 
 it is refused: Deciding cannot be traced
   why    this line decides what to run by the values in a tensor, which a graph cannot hold; they come from the \
-output of up
+output of up; a graph cannot compute both sides of the branch either: the number of branches depends on the outcome of \
+another one, as in a loop
   where  {path}:7: while hidden.sum() > 0:
   try    torch.where(condition, a, b); or the decision outside of forward(); or parallelize the modules on either \
 side of it, e.g. parallelize(model.up, mesh)

@@ -25,6 +25,8 @@ from autopart.tracing.with_loss import WithLoss
 
 ROWS, SIZE = 8, 4
 DECIDES = "this line decides what to run by the values in a tensor, which a graph cannot hold; they come from "
+LOOP = "; a graph cannot compute both sides of the branch either: the number of branches depends on the outcome of "
+LOOP += "another one, as in a loop"
 SIDES = "parallelize the modules on either side of it, e.g. parallelize(model.gate, mesh)"
 BRANCH = f"torch.where(condition, a, b); or the decision outside of forward(); or {SIDES}"
 SELECT = f"a mask in place of a selection: torch.where(mask, x, 0); or {SIDES}"
@@ -267,7 +269,7 @@ def other(what: str, why: str, hint: str, where: str = "{file}:{line}: {text}") 
 ON_HOST = "autopart.host_function around the function that draws them and returns tensors; or torch.rand"
 BUFFERS_ONLY = "only buffers and parameters can be written"
 CASES: dict[Callable[[], nn.Module], str] = {
-    IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
+    IfOutput: cannot(DECIDES + "the output of gate" + LOOP, BRANCH),
     Item: cannot(DECIDES + "the output of gate", BRANCH),
     Bins: cannot("the size of the result of bincount depends on tensor values", SELECT),
     Numpy: other("Python computes with a numpy array",
@@ -414,7 +416,9 @@ def test_draws_that_decide_nothing_are_no_fault():
 
 
 def test_a_module_inside_is_named():
-    expected = cannot(DECIDES + "the output of blocks.1.gate", BRANCH.replace("model.gate", "model.blocks[1].gate"))
+    expected = cannot(
+        DECIDES + "the output of blocks.1.gate" + LOOP, BRANCH.replace("model.gate", "model.blocks[1].gate")
+    )
     assert told(Inside()) == filled(expected, IfOutput, " (blocks.1)").replace("IfOutput", "Inside")
 
 

@@ -140,11 +140,20 @@ def repeated(h: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(h, y)
 
 
-@pytest.mark.parametrize("guard", [nested, dropped, shorter, repeated], ids=lambda guard: guard.__name__)
+LIMITS = {
+    nested: "the number of branches depends on the outcome of another one",
+    dropped: "a side of a branch draws random numbers",
+    shorter: "the two sides of a branch give tensors of different shapes or dtypes",
+    repeated: "there are more than 64 branches, as in a loop",
+}
+
+
+@pytest.mark.parametrize("guard", LIMITS, ids=lambda guard: guard.__name__)
 def test_what_cannot_be_selected_is_refused(guard):
     with pytest.raises(TraceError, match="this line decides what to run by the values in a tensor") as error:
         autopart.plan(Guarded(guard), "tp2", example_args=(torch.randn(4, 8), torch.randn(4, 8)))
     assert error.value.refusal is Refusal.DECISION and "test_value_branches.py" in str(error.value)
+    assert f"cannot compute both sides of the branch either: {LIMITS[guard]}" in str(error.value)
 
 
 def test_running_statistics_of_one_side_are_refused():

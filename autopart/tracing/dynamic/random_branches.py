@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from autopart.compat.export_internals import keep_calls
 from autopart.compat.torch_internals import Tracing
-from autopart.errors import Refusal
+from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers, value, writes
 from autopart.ir.subgraphs import ancestors_of
@@ -61,10 +61,25 @@ class RandomBranches:
         self.skips_draws = False
         self.by_values: dict[int, str] = {}
         """{number of a branch on values: its source line}"""
+        self.limit = ""
+        """Why both sides of the branches on values cannot be computed; "" if nothing was found yet."""
         self.refuses_values = False
         """True if the branches on values of this forward cannot be merged."""
         self.operands: list[Tensor] = []
         """Conditions that were evaluated before the current one in an `and` or `or`."""
+
+    def refuse_values(self, error: Exception) -> None:
+        """Compute no branch on values by both sides in the next traces, because of an error."""
+        self.refuses_values = True
+        if self.is_full:
+            self.limit = f"there are more than {_MOST} branches, as in a loop"
+        elif isinstance(error, LostInTrace):
+            self.limit = error.why.replace(" random branch", " branch")
+        elif isinstance(error, TraceError):
+            self.limit = error.what
+        else:
+            text = str(error).strip().partition("\n")[0]
+            self.limit = f"the trace of one side fails ({type(error).__name__}: {text:.100})"
 
     @property
     def is_full(self) -> bool:
@@ -137,7 +152,8 @@ def with_random_branches(program: Any, chances: RandomBranches, again: Callable[
     try:
         return _with_chances(program, chances, again)
     except LostInTrace as error:
-        raise LostInTrace(error.what, f"{error.why}: {lines}", error.hint, error.refusal) from error
+        why = error.why if chances.by_values else f"{error.why}: {lines}"
+        raise LostInTrace(error.what, why, error.hint, error.refusal) from error
 
 
 def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any]) -> Any:
@@ -147,7 +163,7 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
         chances.start(answers)
         result = again()
         if chances.count != count:
-            raise _lost("the number of random branches depends on the outcome of another one")
+            raise _lost("the number of random branches depends on the outcome of another one, as in a loop")
         return result
 
     none, every = traced([False] * count), traced([True] * count)
