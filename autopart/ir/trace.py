@@ -96,7 +96,7 @@ class Trace:
     def attributes_after(
         self, tensors: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Any]:
-        """Return {attribute: value} of the attributes that a call with these input tensors and buffers changes."""
+        """Return {attribute: value} of the attributes that a call with these tensors changes."""
         if not self.attribute_updates:
             return {}
         recorded = {name: value for name, value in self.attribute_updates.items() if isinstance(value, ValueCall)}

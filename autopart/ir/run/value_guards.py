@@ -1,4 +1,4 @@
-"""Guards on values of inputs and buffers (lengths, masks, flags) that Python read while the model was traced.
+"""Guards on values of inputs and buffers (lengths, masks, flags) that Python read in the trace.
 
 A guard is a small program on the inputs and buffers, and the value that it returned for the traced call. A call with
 other values needs another trace.
