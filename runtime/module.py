@@ -76,10 +76,7 @@ Purpose = Literal["forward", "step", "step_outputs"]
 class ProgramSource(Protocol):
     """Interface through which a ParallelModule gets the program of a call. It traces calls that are new.
 
-    Equal calls get the same Program object.
-
-    Attributes:
-        buffers: {name: buffer of the partitioned module}, whose values the programs can depend on.
+    Equal calls get the same Program object, which can depend on values of the module's `buffers`.
     """
 
     buffers: Mapping[str, Tensor]
