@@ -305,7 +305,8 @@ class Executable:
         if self.rows.is_communicated:
             comparison.finish_comparison()
         local_inputs = self.rows.gather_batch(local_inputs)
-        self.lookups.check_computed(dict(zip(self.program.input_names, local_inputs, strict=True)))
+        named_inputs = dict(zip(self.program.input_names, local_inputs, strict=True))
+        self.lookups.check_computed(named_inputs, self.program.sizes)
         if self.program.draws == "exact":
             comparison.finish_comparison()
             check_same_state(self.program, self.process)

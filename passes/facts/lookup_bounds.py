@@ -32,7 +32,7 @@ def check_lookups(traced: Trace) -> tuple[SizeCondition, ...]:
         if error := lookup.error(indices, names, lookup.index.op == "placeholder"):
             raise error
         if not names and indices.numel():
-            conditions.append(SizeCondition("le", int(indices.max()) + 1, lookup.num_rows, True))
+            conditions.append(SizeCondition("le", int(indices.max()) + 1, lookup.num_rows, True, True))
     return tuple(conditions)
 
 

@@ -19,12 +19,14 @@ from autopart.runtime.comm.process_mesh import Process
 class LookupChecks:
     """Indices that a program's embeddings read, as functions of the inputs of a call.
 
-    Indices that depend on no input, such as positions, are checked when a call is traced.
+    Indices that depend on no input, such as positions, are checked when a call is traced. If they depend on sizes that
+    the program has as inputs, they are checked in each call.
     """
 
     def __init__(self, program: Program, process: Process):
         self._reads_values = process.host_group is not None or process.device.type == "cpu"
         """False for one rank on a GPU: reading values would wait for the GPU, and embeddings raise there anyway."""
+        self._checked_sizes: tuple[int, ...] | None = None
         self._of_inputs: dict[tuple[str, int], Lookup] = {}
         """{(input, rows of the table): the look-up}, if the values of an input are the indices."""
         self._computed: list[tuple[Lookup, fx.Node, set[fx.Node], dict[fx.Node, str]]] = []
@@ -43,12 +45,23 @@ class LookupChecks:
         errors = (lookup.error(inputs[name], [name], True) for (name, _), lookup in self._of_inputs.items())
         return next((error for error in errors if error is not None), None)
 
-    def check_computed(self, inputs: Mapping[str, Any]) -> None:
-        """Raise InputError if an index that the model computes from the global batch is outside of its table."""
+    def check_computed(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        """Raise InputError if an index that the model computes from the global batch is outside of its table.
+
+        Args:
+            sizes: values of the size inputs of the program.
+        """
+        known, self._checked_sizes = self._checked_sizes, tuple(sizes.values())
         for lookup, index, nodes, used in self._computed:
-            values = {node: inputs[name] for node, name in used.items()}
-            if all(isinstance(value, Tensor) and value.device.type == "cpu" for value in values.values()):
-                error = lookup.error(computed(index, nodes, values), [*used.values()], False)
+            if known == self._checked_sizes and sizes.keys() >= {*used.values()}:
+                continue
+            values = {node: sizes.get(name, inputs.get(name)) for node, name in used.items()}
+            if all(
+                isinstance(value, int) or (isinstance(value, Tensor) and value.device.type == "cpu")
+                for value in values.values()
+            ):
+                names = [name for name in used.values() if name not in sizes]
+                error = lookup.error(computed(index, nodes, values), names, False)
                 if error is not None:
                     raise error
 
@@ -61,7 +74,8 @@ def _lookups(program: Program) -> Iterator[tuple[Lookup, fx.Node, Mapping[fx.Nod
     for stage in program.stages:
         outputs: Sequence[Any] = stage.prologue.graph.output_node().args[0]
         made = {one.name: output for one, output in zip(stage.inputs, outputs, strict=False)}
-        placeholders = dict(zip(stage.prologue.graph.find_nodes(op="placeholder"), program.input_names, strict=False))
+        names = (*program.input_names, *program.sizes)
+        placeholders = dict(zip(stage.prologue.graph.find_nodes(op="placeholder"), names, strict=True))
         for lookup in Lookup.all_of(stage.graph.graph):
             if lookup.index.op == "placeholder" and isinstance(made.get(str(lookup.index.target)), fx.Node):
                 yield lookup, unviewed(made[str(lookup.index.target)]), placeholders

@@ -135,7 +135,7 @@ def windows(num_layers=2, rows=8, seq=12):
                            num_attention_heads=4, num_key_value_heads=2, sliding_window=8, attn_implementation="sdpa",
                            attention_dropout=0.0)  # fmt: skip
     batch = zoo.causal_batch(rows, seq, 64)
-    return MistralForCausalLM(config).double(), batch
+    return zoo._finish(MistralForCausalLM(config)), batch
 
 
 BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5, "windows": windows}

@@ -64,7 +64,13 @@ class _Conditions:
             raise NotDerivable("the model's Python makes other decisions by sizes")
         self.fitted: list[Fitted] = []
         for row in dict.fromkeys(zip(*conditions, strict=True)):
-            if fitted := fit(row, sizes, []):
+            try:
+                fitted = fit(row, sizes, [])
+            except NotDerivable:
+                if not row[0].is_checked_at_run_time:
+                    raise
+                continue
+            if fitted:
                 self.fitted.append(fitted)
 
     def check(self, sizes: Sizes) -> None:

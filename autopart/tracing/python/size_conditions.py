@@ -17,6 +17,9 @@ import torch
 class SizeCondition(NamedTuple):
     """One recorded operation on sizes, with its operands and result.
 
+    `is_checked_at_run_time`: a call with other sizes checks the condition before its ranks communicate. So programs
+    can be derived even if no formula of the sizes gives `left`.
+
     >>> SizeCondition("gt", 77, 64, True).holds
     True
     """
@@ -25,6 +28,7 @@ class SizeCondition(NamedTuple):
     left: int
     right: int | float
     result: int | float | bool
+    is_checked_at_run_time: bool = False
 
     @property
     def holds(self) -> bool:
