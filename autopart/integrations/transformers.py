@@ -244,7 +244,7 @@ def connect() -> None:
     def initialise(self: Any, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         if not isinstance(model, ParallelModule):
             return original(self, model, args, *rest, **options)
-        _check(model, args, options)
+        _check(args, options)
         if not isinstance(self, PartitionedTrainer):
             kind: Any = type(self)
             self.__class__ = partitioned(kind)
@@ -254,7 +254,7 @@ def connect() -> None:
     Trainer.__init__ = initialise
 
 
-def _check(model: ParallelModule, args: Any, options: Mapping[str, Any]) -> None:
+def _check(args: Any, options: Mapping[str, Any]) -> None:
     """Raise UsageError for options of Trainer that do not work with a partitioned model."""
     if options.get("model_init") is not None:
         raise UsageError("model_init= does not work with a partitioned model",
@@ -267,9 +267,6 @@ def _check(model: ParallelModule, args: Any, options: Mapping[str, Any]) -> None
                 why="the option changes a model that is not partitioned",
                 hint=instead,
             )
-    if getattr(args, "predict_with_generate", False) and not hasattr(model, "generate"):
-        raise UsageError("predict_with_generate=True does not work with a partitioned model",
-                         why="it has no generate()", hint="metrics from logits, without it")  # fmt: skip
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise UsageError("train_sampling_strategy='batch_rebalance' does not work with a partitioned model",
                          why="it shares out samples over all ranks", hint="'group_by_length'")  # fmt: skip

@@ -23,7 +23,7 @@ _EXACT = {f"aten::{name}" for name in (
     "_to_copy", "to", "alias", "clone", "detach", "copy", "view", "reshape", "expand", "squeeze", "unsqueeze", "t",
     "transpose", "permute", "select", "slice", "flatten", "unbind", "split", "chunk", "stack", "cat", "index", "gather",
     "scatter", "index_select", "where", "masked_fill", "sum", "cumsum", "add", "sub", "rsub", "mul", "neg", "abs",
-    "max", "min", "amax", "amin", "maximum", "minimum", "clamp", "one_hot", "sort", "topk", "lift_fresh_copy",
+    "max", "min", "amax", "amin", "maximum", "minimum", "clamp", "one_hot", "sort", "topk", "histc", "lift_fresh_copy",
 )}  # fmt: skip
 """Operators that do not round float32 numbers that were counts and indices before."""
 

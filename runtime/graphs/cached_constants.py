@@ -43,6 +43,8 @@ class Constants:
         self.reads = [] if self.compute is None else [
             str(node.target) for node in self.compute.graph.find_nodes(op="placeholder")
         ]  # fmt: skip
+        self.values: tuple[Tensor, ...] = ()
+        """The cached values for the sizes of the current call."""
         self.storages: set[int] = set()
         self.by_size: Recent[tuple[Tensor, ...]] = Recent(_MAX_SIZES)
         for index, node in enumerate(cached):
@@ -59,9 +61,9 @@ class Constants:
         if self.compute is None:
             return
         read = {name: sizes[name] for name in self.reads}
-        values = self.by_size.get(tuple(read.values()), lambda: self._computed(read))
-        self.storages = {value.untyped_storage().data_ptr() for value in values}
-        for index, value in enumerate(values):
+        self.values = self.by_size.get(tuple(read.values()), lambda: self._computed(read))
+        self.storages = {value.untyped_storage().data_ptr() for value in self.values}
+        for index, value in enumerate(self.values):
             setattr(self.prologue, f"held_{index}", value)
 
     def _computed(self, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
