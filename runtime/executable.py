@@ -99,9 +99,13 @@ class Executable:
             create_tied_groups(program, process, self.stage_style)
         self._pipelines: Recent[Pipeline] = Recent(_MAX_PIPELINES)
         self.pipeline = self._pipeline_of(program)
+        self._in_use: Program | None = None
 
     def use(self, program: Program) -> None:
         """Run the following calls with the sizes of this program, which has the same graphs."""
+        if program is self._in_use:
+            return
+        self._in_use = program
         program = replace(program, parameters=self.program.parameters)
         self.program = self.rows.program = program
         for module in self.modules:
@@ -109,12 +113,14 @@ class Executable:
         self.pipeline = self._pipeline_of(program)
 
     def _pipeline_of(self, program: Program) -> Pipeline | None:
-        """Return the pipeline that sends values of the program's sizes, None if the mesh has no pipeline."""
+        """Return the pipeline that sends values of the program's shapes, None if the mesh has no pipeline."""
         if "pp" not in self.process.groups:
             return None
         schedule = self.schedule or default_schedule(program)
+        boundaries = [one for stage in program.stages for one in (*stage.receives, *stage.sends)]
+        shapes = [one.shape_at(self.process.mesh, self.process.coordinates) for one in boundaries]
         pipeline = self._pipelines.get(
-            tuple(program.sizes.values()), lambda: Pipeline(self.modules, program, self.process, schedule)
+            (program.microbatches, *shapes), lambda: Pipeline(self.modules, program, self.process, schedule)
         )
         pipeline.use()
         return pipeline

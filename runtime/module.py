@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -422,10 +423,10 @@ class ParallelModule(
     ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
         """Return the executable for a call, and the comparison of the call between ranks (already started)."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
-        text += self._compiler.changed_values
-        text += ", inside no_sync()" if self._unreduced.is_open else ""
+        text += self._compiler.changed_values + (", inside no_sync()" if self._unreduced.is_open else "")
         tensors = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
-        lookups = self._lookups.get(program, lambda: LookupChecks(program, self._process))
+        key: Any = program if self._in_flight.needs_own_programs else program.shared_graphs or program
+        lookups = self._lookups.get(key, lambda: LookupChecks(program, self._process))
         problem: AutopartError | None = lookups.problem(tensors)
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem or backward_error(self, self._local_parameters, self._trained, purpose == "step")
@@ -433,10 +434,10 @@ class ParallelModule(
                 problem = problem or frozen_error(self._source.model, program)
             problem = problem or self._unreduced.problem(program) or self._data_sync.problem(purpose == "step")
         text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
-        key: Any = program if self._in_flight.needs_own_programs else program.shared_graphs or program
-        is_new = key not in self._executables
+        is_new, compiles = key not in self._executables, self._compile and program not in self._called
+        self._called.add(program)
         if self._process.watch is not None:
-            self._process.watch.allow(first=is_new or self._in_flight.is_cold)
+            self._process.watch.allow(first=is_new or compiles or self._in_flight.is_cold)
         rows = min((tensors[name].size(0) for name in program.row_inputs or ()), default=0)
         tensors = {**tensors, **criterion}
         trains = purpose != "step" or backward_hooks.trains(self._local_parameters, inputs)
@@ -462,7 +463,7 @@ class ParallelModule(
             return bound(parameters=self._local_parameters)
 
         if criterion:
-            criteria = self._criteria.get(program, lambda: Criterion(criterion, self._process.device))
+            criteria = self._criteria.get(key, lambda: Criterion(criterion, self._process.device))
             criteria.follow(criterion, self._in_flight.drain)
         with outside_inference_mode():
             executable = self._executables.get(key, make)
@@ -523,9 +524,8 @@ class ParallelModule(
         return program
 
     def _reset_executables(self) -> None:
-        self._executables: Recent[Executable | StepRunner] = Recent(
-            2 * MAX_CALLS
-        )  # each traced call has two executables: for calls and for training steps
+        self._executables: Recent[Executable | StepRunner] = Recent(2 * MAX_CALLS)  # for calls and for training steps
+        self._called = WeakSet[Program]()
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
         self._lookups: Recent[LookupChecks] = Recent(2 * MAX_CALLS)
 

@@ -160,7 +160,9 @@ class StageModule(nn.Module):
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Compile a rank's graph, or wrap each recompute region in one checkpointed call."""
-        return compiled(graph, bool(self.program.sizes)) if self.compiled else with_flat_names(with_regions(graph))
+        if self.compiled:
+            return compiled(graph, serves_all_sizes=self.program.shared_graphs is not None)
+        return with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
         """Compute this stage's inputs from the global batch, and split them into this rank's microbatches."""

@@ -20,13 +20,14 @@ class LookupChecks:
     """Indices that a program's embeddings read, as functions of the inputs of a call.
 
     Indices that depend on no input, such as positions, are checked when a call is traced. If they depend on sizes that
-    the program has as inputs, they are checked in each call.
+    the program has as inputs, they are checked when these sizes change.
     """
 
     def __init__(self, program: Program, process: Process):
         self._reads_values = process.host_group is not None or process.device.type == "cpu"
         """False for one rank on a GPU: reading values would wait for the GPU, and embeddings raise there anyway."""
-        self._checked_sizes: tuple[int, ...] | None = None
+        self._checked_sizes: Mapping[str, int] | None = None
+        """Sizes of the last call whose positions were checked."""
         self._of_inputs: dict[tuple[str, int], Lookup] = {}
         """{(input, rows of the table): the look-up}, if the values of an input are the indices."""
         self._computed: list[tuple[Lookup, fx.Node, set[fx.Node], dict[fx.Node, str]]] = []
@@ -51,9 +52,9 @@ class LookupChecks:
         Args:
             sizes: values of the size inputs of the program.
         """
-        known, self._checked_sizes = self._checked_sizes, tuple(sizes.values())
+        are_checked = self._checked_sizes == sizes
         for lookup, index, nodes, used in self._computed:
-            if known == self._checked_sizes and sizes.keys() >= {*used.values()}:
+            if are_checked and sizes.keys() >= {*used.values()}:
                 continue
             values = {node: sizes.get(name, inputs.get(name)) for node, name in used.items()}
             if all(
@@ -64,6 +65,7 @@ class LookupChecks:
                 error = lookup.error(computed(index, nodes, values), names, False)
                 if error is not None:
                     raise error
+        self._checked_sizes = sizes
 
 
 def _lookups(program: Program) -> Iterator[tuple[Lookup, fx.Node, Mapping[fx.Node, str]]]:

@@ -31,25 +31,25 @@ Span = tuple[int, int]
 """First index of some calls, and the index after the last."""
 
 
-def compiled(module: fx.GraphModule, has_size_inputs: bool = False) -> fx.GraphModule:
+def compiled(module: fx.GraphModule, serves_all_sizes: bool = False) -> fx.GraphModule:
     """Compile the stage graph of this rank. Each recompute region in the graph becomes one call.
 
     Args:
-        has_size_inputs: the graph serves many sequence lengths and batch sizes. Its second length is compiled with
-            dynamic sizes, which serve all others.
+        serves_all_sizes: True if the graph runs with many sequence lengths and batch sizes. Its second length is
+            compiled with dynamic sizes, which serve all others.
     """
     module = with_regions(_with_salts(module))
     subgraphs = _Partition(module).subgraphs()
     if len(subgraphs) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
                                    if _is_given(node, module)):  # fmt: skip
-        return _compile(module, has_size_inputs)
-    return _calling(module, subgraphs, has_size_inputs)
+        return _compile(module, serves_all_sizes)
+    return _calling(module, subgraphs, serves_all_sizes)
 
 
-def _compile(module: fx.GraphModule, has_size_inputs: bool) -> fx.GraphModule:
+def _compile(module: fx.GraphModule, serves_all_sizes: bool) -> fx.GraphModule:
     with_code(module)
     # torch counts recompilations by code object. Each graph's `forward` has its own; modules share `__call__`.
-    module.forward = compiled_apart(module.forward, _ranks(module), None if has_size_inputs else False)
+    module.forward = compiled_apart(module.forward, _ranks(module), None if serves_all_sizes else False)
     return module
 
 
@@ -199,7 +199,7 @@ def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _calling(
-    module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]], has_size_inputs: bool
+    module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]], serves_all_sizes: bool
 ) -> fx.GraphModule:  # fmt: skip
     """Return a graph that calls the subgraphs in order. There is one compiled submodule for each kind."""
     graph = fx.Graph()
@@ -219,7 +219,7 @@ def _calling(
         if kind not in kinds:
             kinds[kind] = f"compiled_block_{len(kinds)}"
             part = fx.GraphModule(module, subgraph, class_name=kinds[kind])
-            module.add_submodule(kinds[kind], _compile(part, has_size_inputs))
+            module.add_submodule(kinds[kind], _compile(part, serves_all_sizes))
         call = graph.call_module(kinds[kind], tuple(map(value, inputs)))
         for index, node in enumerate(_results(dict.fromkeys(calls))):
             values[node] = graph.call_function(getitem, (call, index))

@@ -286,3 +286,37 @@ def train_on(name, mesh, options):
 @pytest.mark.few
 def test_processes_train_on_another_length_in_every_step(name, mesh, options):
     dist.run_ranks(train_on, 2, name, mesh, options, timeout_s=120.0)
+
+
+class WeightedSquares(nn.Module):
+    """A loss module with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, 8, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return (self.weight * (output - target).square()).sum()
+
+
+def train_without_sizes_in_graphs():
+    """Train on a pipeline whose graphs contain no size, with a loss whose weight changes between batch sizes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).double()
+    criterion, x = WeightedSquares(), torch.randn(4, 8).double()
+    pm = autopart.parallelize(copy.deepcopy(model), "pp2", example_kwargs={"input": x}, microbatches=2)
+    for number, rows in enumerate((4, 32, 16, 8, 24, 8, 12)):
+        criterion.weight.mul_(1.5 + number)
+        x, target = torch.randn(rows, 8).double(), torch.randn(rows, 8).double()
+        loss = criterion(model(x), target)
+        loss.backward()
+        zoo.assert_close_outputs(pm.step(input=x, loss_fn=criterion, target=target), loss.detach(), where=f"{rows}")
+        zoo.assert_same_grads(pm.full_grads(), {n: p.grad for n, p in model.named_parameters()})
+        model.zero_grad()
+        pm.zero_grad()
+    return [one.program.sizes for one in pm._executables.values() if one.program.shared_graphs]
+
+
+def test_graphs_without_sizes_serve_all_batch_sizes():
+    for sizes in dist.run_ranks(train_without_sizes_in_graphs, 2, timeout_s=120.0):
+        assert sizes == [{}]
