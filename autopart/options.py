@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 
+from autopart.common.memory_size import parse_size
 from autopart.cost.hardware.profile import DEFAULT
-from autopart.cost.memory_kinds import parse_size
 from autopart.errors import OptionError
 from autopart.ir.mesh import Context
 from autopart.ir.run.recompute_spec import Recompute, parse_recompute

@@ -47,9 +47,9 @@ class List:
 
 ARCHITECTURES = List("measure", (*MESHES, SEQUENCE, EXPERTS), HERE / "coverage.jsonl", ("gpt2", "resnet"), 300)
 FIRST_RESULTS = HERE / "by_others_first.jsonl"
-"""What the models of `by_others/unseen/` gave when they first ran. It is never written again."""
+"""First results of the models of `by_others/unseen/`. This file is never written again."""
 SECOND_RESULTS = HERE / "by_others_second.jsonl"
-"""What the models of `by_others/later/` gave when they first ran, on dp2 and tp2."""
+"""First results of the models of `by_others/later/`, on dp2 and tp2."""
 OTHERS = List("measure_by_others", OTHER_MESHES, HERE / "by_others.jsonl", ("diffusers: SD3",), 180)
 
 

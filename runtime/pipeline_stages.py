@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopart.compat.pipelining_internals import schedule_class, split_backward_counts_twice, stage_class
-from autopart.compat.torch_internals import LazyGraphModule
+from autopart.compat.torch_internals import LazyGraphModule, generate_code
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.run.schedules import SINGLE_STAGE, WITH_TAIL, check_schedule, schedule_for
@@ -104,9 +104,9 @@ class StageModule(nn.Module):
         if not program.sizes:
             stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)
         self.stage = stage
-        prologue: Any = self._bind(stage.prologue)
+        prologue = self._bind(stage.prologue)
         self.constants = Constants(prologue, program.sizes)
-        prologue.real_recompile()
+        generate_code(prologue)
         self.prologue = prologue.forward  # not a submodule, because it has no trained parameters
         self.masks = StageMasks(stage, self._bind, constant_masks, program.sizes)
         self.specialized_graphs: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)

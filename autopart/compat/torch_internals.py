@@ -62,11 +62,10 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a separate type in later versions
 
 
-def with_code(module: fx.GraphModule) -> fx.GraphModule:
+def generate_code(module: fx.GraphModule) -> None:
     """Generate the code of a graph module now, if its class does so at the first call."""
     if isinstance(module, LazyGraphModule):
         module.real_recompile()
-    return module
 
 
 def compiled_apart(function: Callable[..., Any], tag: str, dynamic: bool | None) -> Callable[..., Any]:

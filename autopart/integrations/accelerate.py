@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, recursively_apply
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from autopart.errors import UsageError
@@ -125,13 +125,13 @@ class PartitionedAccelerator(Accelerator):
         """Gather tensors of all data ranks. Without `local_batch=True`, return the global tensor unchanged."""
         if self.num_processes == 1:
             return tensor
-        firsts = torch.tensor(self._first_ranks())
+        firsts = torch.tensor(self._first_ranks)
 
         def select(gathered: torch.Tensor) -> torch.Tensor:
             by_rank = gathered.reshape(dist.get_world_size(), -1, *gathered.shape[1:])
             return by_rank[firsts.to(gathered.device)].flatten(0, 1)
 
-        return _apply(select, super().gather(tensor))
+        return recursively_apply(select, super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the tensors of all data ranks, and drop samples that the last batch repeats."""
@@ -153,7 +153,7 @@ class PartitionedAccelerator(Accelerator):
             total = self.gather(value[None]).sum(0) * scale
             return total / self.num_processes if reduction == "mean" else total
 
-        return _apply(reduced, tensor)
+        return recursively_apply(reduced, tensor)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return the full state dict, on every rank. A collective call."""
@@ -193,8 +193,9 @@ class PartitionedAccelerator(Accelerator):
         finally:
             self._models, self._optimizers = models, optimizers
 
+    @functools.cached_property
     def _first_ranks(self) -> list[int]:
-        """Return the first rank of each data rank, in order of data ranks."""
+        """First rank of each data rank, in order of data ranks. The first access is a collective call."""
         data_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(data_ranks, self.partitioned.data_rank)
         return [data_ranks.index(data_rank) for data_rank in range(self.num_processes)]
@@ -287,17 +288,6 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _apply(fn: Any, value: Any) -> Any:
-    """Apply a function to the tensors of nested lists, tuples and mappings."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        return type(value)({key: _apply(fn, one) for key, one in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_apply(fn, one) for one in value)
-    return value
 
 
 def _is_of_tensors(value: Any) -> bool:

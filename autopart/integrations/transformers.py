@@ -58,10 +58,14 @@ class PartitionedTrainer(Trainer):
         gather = self.accelerator.gather_for_metrics  # the method before `adopt` gathers from all ranks
         self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
+    def _users_model(self: Any) -> Any:
+        """Return the model before it was partitioned, without PEFT's wrapper."""
+        model = self.model._source.model
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
     def _inspect_partitioned(self: Any) -> None:
         """Read label names and loss arguments from the class of the user's model."""
-        model = self.model._source.model
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = self._users_model()
         self._signature_columns = None
         if self.args.label_names is None:
             self.label_names = find_labels(type(inner))
@@ -72,10 +76,8 @@ class PartitionedTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self: Any) -> None:
         if self._signature_columns is None:
-            model = self.model._source.model
-            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-            names = [*inspect.signature(inner.forward).parameters, "label", "label_ids", *self.label_names]
-            self._signature_columns = list(dict.fromkeys(names))
+            inputs = inspect.signature(self._users_model().forward).parameters
+            self._signature_columns = list(dict.fromkeys([*inputs, "label", "label_ids", *self.label_names]))
 
     def _move_model_to_device(self: Any, model: Any, device: torch.device) -> None:
         """Do nothing: each rank has its shards on its device. Raise UsageError for another kind of device."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.common.files import write_whole
+from autopart.common.memory_size import parse_size
 from autopart.compat.torch_function_internals import local_values
 from autopart.errors import CheckpointError, UsageError
 from autopart.ir.program import Program
@@ -38,7 +39,6 @@ from autopart.tracing.meta_copy import Source
 GATHERED_BYTES = 2**27
 """Bytes of tensors that are gathered together, or the bytes of one tensor if it is larger."""
 ADAPTER = "adapter_model.safetensors"
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ def saved_tensors(model: nn.Module, program: Program, dtypes: Mapping[str, torch
     ties = getattr(model, "_tied_weights_keys", None) or ()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     names: dict[Any, list[str]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    values = model.state_dict(keep_vars=True)
+    for name, value in values.items():
         if isinstance(value, Tensor) and name not in ignored:
             names.setdefault(program.stored_names.get(name, id(value)), []).append(name)
     result = []
     for key, group in names.items():
         name = next((one for one in group if not any(re.search(tie, one) for tie in ties)), group[0])
-        value = model.state_dict(keep_vars=True)[name] if not isinstance(key, str) else None
-        if value is None:
+        if isinstance(key, str):
             numel = math.prod(program.parameters[key].shape)
             result.append(SavedTensor(name, numel * dtypes[key].itemsize, key))
         else:
-            result.append(SavedTensor(name, value.numel() * value.itemsize, None))
+            result.append(SavedTensor(name, values[name].nbytes, None))
     return result
 
 
@@ -88,16 +88,6 @@ def files_of(tensors: Sequence[SavedTensor], max_bytes: int) -> list[list[SavedT
         files[-1].append(tensor)
         size += tensor.size_bytes
     return files
-
-
-def bytes_of(size: int | str) -> int:
-    """Return a number of bytes, given as a number or as a text such as "5GB"."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
-    if isinstance(size, int) and size > 0:
-        return size
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(f"max_shard_size={size!r} is not a size", hint="a number of bytes, or '5GB'")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 class PretrainedFolderMethods:
@@ -128,7 +118,8 @@ class PretrainedFolderMethods:
             tokenizer: tokenizer or processor to save in the folder.
             is_main_process, save_function: accepted for scripts of accelerate, and not used.
             state_dict: must be None.
-        Raises UsageError for other options, CheckpointError on every rank if a rank cannot write.
+        Raises UsageError for other options, OptionError if `max_shard_size` is no size, and CheckpointError on every rank
+        if a rank cannot write.
 
         Example:
             pm.save_pretrained("tuned")  # on every rank
@@ -152,7 +143,7 @@ class PretrainedFolderMethods:
                 if self._process.rank == 0:
                     model.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
         else:
-            self._save_files(program, model, folder, bytes_of(max_shard_size))
+            self._save_files(program, model, folder, parse_size(max_shard_size, "max_shard_size"))
         with self._raised_on_every_rank(folder):
             if self._process.rank == 0 and tokenizer is not None:
                 tokenizer.save_pretrained(str(folder))
@@ -234,24 +225,20 @@ class PretrainedFolderMethods:
     def _value(self, tensor: SavedTensor, gathered: Mapping[str, Tensor]) -> Tensor:
         return self._local_buffers[tensor.name] if tensor.stored is None else gathered[tensor.stored]
 
-    def _raised_on_every_rank(self, folder: Path) -> Any:
-        return raised_on_every_rank(folder, self._process)
-
-
-@contextmanager
-def raised_on_every_rank(folder: Path, process: Process) -> Iterator[None]:
-    """Wait for all ranks at the end of a `with` block. If it fails on a rank, raise an error on all."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # whatever a file system or a tokenizer raises
-        problem = error
-    failed = torch.tensor(float(problem is not None))
-    reduce_over_all(failed, dist.ReduceOp.MAX, process)
-    if problem is not None:
-        raise CheckpointError(f"cannot write to {folder}", why=str(problem) or type(problem).__name__) from problem
-    if failed.item():
-        raise CheckpointError(f"cannot write to {folder}", why="another rank failed; it has the reason")
+    @contextmanager
+    def _raised_on_every_rank(self, folder: Path) -> Iterator[None]:
+        """Wait for all ranks at the end of a `with` block. If it fails on a rank, raise an error on all."""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # whatever a file system or a tokenizer raises
+            problem = error
+        failed = torch.tensor(float(problem is not None))
+        reduce_over_all(failed, dist.ReduceOp.MAX, self._process)
+        if problem is not None:
+            raise CheckpointError(f"cannot write to {folder}", why=str(problem) or type(problem).__name__) from problem
+        if failed.item():
+            raise CheckpointError(f"cannot write to {folder}", why="another rank failed; it has the reason")
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopart.compat.torch_internals import compiled_apart, resolve_group, with_code
+from autopart.compat.torch_internals import compiled_apart, generate_code, resolve_group
 from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ops.operators import with_salt
@@ -47,7 +47,7 @@ def compiled(module: fx.GraphModule, serves_all_sizes: bool = False) -> fx.Graph
 
 
 def _compile(module: fx.GraphModule, serves_all_sizes: bool) -> fx.GraphModule:
-    with_code(module)
+    generate_code(module)
     # torch counts recompilations by code object. Each graph's `forward` has its own; modules share `__call__`.
     module.forward = compiled_apart(module.forward, _ranks(module), None if serves_all_sizes else False)
     return module

@@ -14,9 +14,9 @@ from traced import plan_of, run_of
 from zoo import ZOO
 
 import autopart
+from autopart.common.memory_size import parse_size
 from autopart.common.text import quantity
 from autopart.cost.count.saved_tensors import EFFECT_CACHE, SavedTensors, TensorSpec
-from autopart.cost.memory_kinds import parse_size
 from autopart.cost.predict.comm_buffers import GradientBucket, MemoryEvent, StageCommBuffers, backward_peaks
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.facts import facts

@@ -1,4 +1,4 @@
-"""What libraries ask of a module before they train it: its signature, config, size, device, copies and wrappers."""
+"""Properties of a module that training libraries read: signature, config, size, device, copies and wrappers."""
 
 import copy
 import inspect

@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from torch import nn
 
+from autopart.common.memory_size import parse_size
 from autopart.common.text import quantity
 from autopart.cost.hardware.profile import DEFAULT
-from autopart.cost.memory_kinds import parse_size
 from autopart.cost.predict.simulate import Simulation
 from autopart.cost.predict.table import RunSetting
 from autopart.errors import OptionError

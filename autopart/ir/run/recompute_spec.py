@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from autopart.errors import OptionError
 
 RecomputeMode = Literal["none", "selective", "full"]
-"""What the backward recomputes: nothing, the attention core, or the full block.
+"""Part of a block that the backward recomputes: nothing, the attention core, or the full block.
 
 An attention core is everything from one product of activations to the next. The nodes of a stage graph that are
 recomputed together share a number, their `region`, from 0 in every stage. All other nodes have no region.

@@ -7,6 +7,7 @@ becomes a formula of the sizes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -46,9 +47,8 @@ class SizeInputs:
     def name(self, formula: SizeFormula) -> str:
         """Return the name of the input with the value of a formula."""
         if formula not in self.names:
-            names = map("size_{}".format, range(len(self.names), len(self.names) + len(self.used) + 1))
-            self.names[formula] = next(name for name in names if name not in self.used)
-            self.used = {*self.used, self.names[formula]}
+            numbered = map("size_{}".format, itertools.count(len(self.names)))
+            self.names[formula] = next(name for name in numbered if name not in {*self.used, *self.names.values()})
         return self.names[formula]
 
 
@@ -117,7 +117,8 @@ class GraphTemplate:
         names = dict[str, None]()
 
         def read(formula: SizeFormula) -> str:
-            return names.setdefault(inputs.name(formula)) or inputs.name(formula)
+            names[inputs.name(formula)] = None
+            return inputs.name(formula)
 
         for fitted in (*self.arguments.values(), *self.scores.values()):
             fitted(read, lambda node: node)
