@@ -113,7 +113,7 @@ class Executable:
         self.pipeline = self._pipeline_of(program)
 
     def _pipeline_of(self, program: Program) -> Pipeline | None:
-        """Return the pipeline that sends values of the program's shapes, None if the mesh has no pipeline."""
+        """Return the pipeline for the shapes that stages of this program send; None if the mesh has no `pp`."""
         if "pp" not in self.process.groups:
             return None
         schedule = self.schedule or default_schedule(program)

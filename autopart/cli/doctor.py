@@ -39,7 +39,7 @@ NEGLIGIBLE = 0.005
 """Fractions of the matrix FLOPs below this are not mentioned."""
 
 GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
-"""Text that follows a suggested rule."""
+"""Text printed after a sharding rule that `doctor` suggests."""
 
 
 def versions() -> dict[str, str]:

@@ -45,7 +45,7 @@ _ATTENTION = ("aten::scaled_dot_product_attention", "autopart::attention_dropout
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
     """Return {mask: the calls that read it} for masks that depend only on the stage's inputs and buffers.
 
-    Masks of cached keys are left out, because their structure is another one for each new token.
+    Masks of cached keys are left out, because their structure differs for each new token.
     """
     if has_caches(stage.graph.graph.nodes):
         return {}
@@ -137,7 +137,11 @@ def scores_of(call: fx.Node, sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, 
 
 
 def at_any_length(structure: MaskStructure, queries: int, keys: int) -> MaskStructure | None:
-    """Return a structure in a form that is equal for all sequence lengths, None if no kernel supports it.
+    """Replace numbers of keys that grow with the sequence length by `ALL`.
+
+    Masks of the same kind then have equal structures at every length.
+
+    Returns None if no kernel supports the structure.
 
     >>> at_any_length(MaskWindow(before=7, after=0), 8, 8) == MaskWindow(ALL, 0)  # causal
     True

@@ -403,6 +403,6 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
 
 
 _MOST_POWER = 8
-"""Largest exponent of two for ranks and microbatches in a search."""
+"""Searches try powers of two, up to 2 to this power, as numbers of ranks and of microbatches."""
 
 _POINTS = 40

@@ -92,7 +92,7 @@ class Formula:
     over: tuple[str, int] = ("dp", 1)
     """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan.
 
-    The number of ranks determines the number of neighbours of a rank.
+    Some methods let a rank communicate with few neighbours, whose number depends on the number of ranks.
     """
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)

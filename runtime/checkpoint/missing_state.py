@@ -52,7 +52,7 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
 
 def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Return the optimizer's prefix and the parameter's prefix of an optimizer state key.
+    """Split an optimizer state key: return its prefix for the optimizer, and its prefix for the parameter.
 
     For example, `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
     """

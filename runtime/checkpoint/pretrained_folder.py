@@ -118,8 +118,8 @@ class PretrainedFolderMethods:
             tokenizer: tokenizer or processor to save in the folder.
             is_main_process, save_function: accepted for scripts of accelerate, and not used.
             state_dict: must be None.
-        Raises UsageError for other options, OptionError if `max_shard_size` is no size, and CheckpointError on every rank
-        if a rank cannot write.
+        Raises UsageError for other options, OptionError if `max_shard_size` is no size, and CheckpointError on every
+        rank if one rank cannot write.
 
         Example:
             pm.save_pretrained("tuned")  # on every rank

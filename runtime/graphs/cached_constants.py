@@ -1,4 +1,4 @@
-"""Cache of prologue outputs that depend on no input but sizes, such as relative positions.
+"""Cache of prologue outputs that depend only on the sizes of the inputs, such as relative positions.
 
 A prologue is the part of a stage that runs on the global batch, before the microbatches.
 """
@@ -27,7 +27,7 @@ _MAX_SIZES = 4
 
 
 class Constants:
-    """Cache of prologue outputs that depend on no input but sizes. They are computed once for each size.
+    """Cache of prologue outputs that depend only on the sizes of the inputs, computed once per size.
 
     Args:
         prologue: the prologue of a stage on this rank. It is changed to return the cached values.
@@ -85,7 +85,7 @@ class Constants:
 
 
 def _input_independent(graph: fx.Graph, sizes: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend on no input but sizes, and on no buffer or random number."""
+    """Return the nodes that depend only on sizes: on no other input, no buffer and no random number."""
     size_inputs = {node for node in graph.find_nodes(op="placeholder") if node.target in sizes}
     known = set(size_inputs)
     for node in graph.nodes:

@@ -18,7 +18,7 @@ from autopart.runtime.training.optimizer_checks import is_elementwise
 ROUNDING = 1e-12
 """Gradient entries below this, relative to the largest gradient, count as rounding errors.
 
-They are sums whose summands cancel.
+Such an entry is a sum whose terms cancel.
 """
 
 TERM_ROUNDING = 1e-14

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from autopart.recipe.sizes.size_formula import NotDerivable, SizeFormula, Sizes, fit_integer
 
 Evaluate = Callable[[SizeFormula], Any]
-"""Returns what replaces an integer: its value for the sizes of a call, or a node that computes it."""
+"""Function from the formula of an integer to its value for the sizes of a call, or to a graph input with this value."""
 Fitted = Callable[[Evaluate, Callable[[fx.Node], fx.Node]], Any]
-"""Called as fitted(evaluate, node_of), it returns a value. `node_of` maps nodes of the first trace."""
+"""Function `fitted(evaluate, node_of)` that returns a value. `evaluate` gives its integers, `node_of` its nodes."""
 
 
 def fit(values: Sequence[Any], sizes: Sequence[Sizes], numbers: Sequence[Any]) -> Fitted | None:

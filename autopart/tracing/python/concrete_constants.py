@@ -289,7 +289,7 @@ class ConcreteConstants:
         return UNKNOWN
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
-        """Treat the buffers of a trace, {name: buffer}, as constant in every call until they are written."""
+        """Record these buffers, {name: buffer}: until a call writes a buffer, its value is known."""
         self._held = [
             (buffer, BufferTensor(tuple(buffer.shape), buffer.dtype, name)) for name, buffer in buffers.items()
         ]

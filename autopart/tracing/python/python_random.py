@@ -61,7 +61,7 @@ class OwnGenerators:
         self.generators = [one for one in objects if type(one) in kinds and id(one) not in ignored]
 
     def states(self) -> dict[int, Any]:
-        """Return {number of a generator: its state}, as bytes: states contain arrays."""
+        """Return {number of a generator: its state as bytes}. Bytes can be compared, arrays in a state cannot."""
         return {place: pickle.dumps(_state(generator)) for place, generator in enumerate(self.generators)}
 
     def restore(self, states: dict[int, Any]) -> None:
