@@ -38,6 +38,7 @@ from autopart.runtime.executable import Executable
 from autopart.runtime.generation import GenerateMethods
 from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync, check_reduced
+from autopart.runtime.optimizers import optimizer_checks, optimizer_methods
 from autopart.runtime.overlapped_batches import FlushMethods, StepRunner
 from autopart.runtime.sharded_tensor.sharded_tensor import with_spec
 from autopart.runtime.shards.shard_owners import make_shard_info, register_placeholder, register_shard
@@ -49,7 +50,7 @@ from autopart.runtime.shards.shard_state import (
     shard_parameters,
 )
 from autopart.runtime.shards.shared_parameters import OriginalParams, register_local, tied_shard_of
-from autopart.runtime.training import backward_hooks, grad_scaler, gradient_norms, optimizer_checks
+from autopart.runtime.training import backward_hooks, grad_scaler, gradient_norms
 from autopart.runtime.training.backward_hooks import (
     backward_error,
     check_model_hooks,
@@ -121,8 +122,8 @@ class ProgramSource(Protocol):
 
 
 class ParallelModule(
-    GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, OptimizerStateMethods,
-    PretrainedFolderMethods, FlushMethods, ModuleMethods,
+    GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, optimizer_methods.OptimizerMethods,
+    OptimizerStateMethods, PretrainedFolderMethods, FlushMethods, ModuleMethods,
 ):  # fmt: skip
     """A model partitioned over a device mesh.
 
@@ -136,8 +137,7 @@ class ParallelModule(
         loss = pm.step(**batch)
         optimizer.step()
 
-    The constructor raises RuntimeSetupError if the processes do not fit the mesh. Access to parameters before the
-    model is traced raises TraceError.
+    Raises RuntimeSetupError if the processes do not fit the mesh, and TraceError for parameters before the trace.
     """
 
     @torch.inference_mode(False)  # parameters created in inference mode could never be trained

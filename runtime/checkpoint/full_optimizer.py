@@ -6,6 +6,7 @@ The format is that of `torch.distributed.checkpoint.state_dict.get_optimizer_sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.replicas import Replicas
+from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.shards.shard_owners import parameters_of, shard_info_of
 from autopart.runtime.shards.shard_state import gather
 from autopart.tracing.meta_copy import Source
@@ -96,7 +98,8 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
                 values[key] = (
                     ShardedMarker() if value.dim() and value.shape == parameter.shape else value.detach().cpu().clone()
                 )
-                if value.numel() > 1 and shard_info.cuts and values[key] != ShardedMarker():
+                is_unknown = not isinstance(optimizer, PartitionedOptimizer) and values[key] != ShardedMarker()
+                if value.numel() > 1 and shard_info.cuts and is_unknown:
                     raise CheckpointError(
                         f"'{key}' of '{shard_info.name}' cannot be gathered",
                         why=f"it has shape {tuple(value.shape)}, and this rank's shard of the parameter has "
@@ -139,7 +142,8 @@ def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Prog
             if shard_info is not None and first[shard_info.name] in state_by_name:
                 values = state_by_name[first[shard_info.name]]
                 state[position] = {
-                    key: _copied(local_state(key, value, parameter, shard_info)) for key, value in values.items()
+                    key: _copied(local_state(optimizer, key, value, parameter, shard_info))
+                    for key, value in values.items()
                 }
         count += len(group[PARAMS])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -225,7 +229,8 @@ class OptimizerStateMethods:
         """
         program = self._traced("full_optimizer_state_dict()")
         self._replicas.check_before("full_optimizer_state_dict", program, self._local_parameters)
-        return full_state(optimizer, program, self._source.model, self._process, stage_style_of(self._schedule))
+        with optimizer.shared_state() if isinstance(optimizer, PartitionedOptimizer) else nullcontext():
+            return full_state(optimizer, program, self._source.model, self._process, stage_style_of(self._schedule))
 
     @meeting
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:

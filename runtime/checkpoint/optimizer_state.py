@@ -33,6 +33,7 @@ from autopart.runtime.checkpoint.saved_shard import (
 )
 from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, as_shard, checked_shard_of, gather_state_dict
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
+from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
 
 _HOOKED: WeakSet[Optimizer] = WeakSet()
@@ -64,7 +65,9 @@ def _add_shard_offsets(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
     process = process_among(parameters)
     if process is None:
         return state_dict
-    state = _converted(state_dict["state"], dict(enumerate(parameters)), lambda _, *given: _state_with_offsets(*given))
+    state = _converted(
+        state_dict["state"], dict(enumerate(parameters)), lambda _, *given: _state_with_offsets(optimizer, *given)
+    )
     groups = state_dict["param_groups"]
     if "pp" in process.groups:
         exchange = _Exchange(optimizer, process)
@@ -92,7 +95,7 @@ def _converted(
     return converted
 
 
-def _state_with_offsets(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
+def _state_with_offsets(optimizer: Optimizer, value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
     """Return a value of a parameter's optimizer state as a `ShardTensor`.
 
     The value is returned unchanged if it is a scalar, or if all ranks have an equal tensor.
@@ -107,7 +110,7 @@ def _state_with_offsets(value: Any, parameter: Tensor, shard_info: ShardInfo) ->
     place = shard_offsets_of(shard_info, only_by_name=is_pipeline)
     if value.shape == parameter.shape:
         return value if place.is_full and not is_pipeline else as_shard(value, place, shard_info)
-    if not place.is_full and value.numel() > 1:
+    if not place.is_full and value.numel() > 1 and not isinstance(optimizer, PartitionedOptimizer):
         return ShardTensor(value, ShardOffsets(place.name, place.shape, None, place.keys))
     shape = tuple(value.shape)
     spans = tuple(((0, size),) for size in shape)
@@ -129,7 +132,8 @@ def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
     indices = [index for group in groups for index in group[PARAMS]]
     if len(indices) != len(parameters):
         return None
-    state = _converted(state_dict["state"], dict(zip(indices, parameters, strict=True)), local_state)
+    by_index = dict(zip(indices, parameters, strict=True))
+    state = _converted(state_dict["state"], by_index, lambda *given: local_state(optimizer, *given))
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -157,7 +161,7 @@ def _names(parameter: Tensor) -> list[str]:
     return [NO_PARAMETERS] if shard_info is None else [shard_info.name, *shard_info.stored.aliases]
 
 
-def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
+def local_state(optimizer: Optimizer, key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
     """Return this rank's shard of a saved value, such as `exp_avg`, of a parameter's optimizer state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
@@ -166,8 +170,9 @@ def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) 
         return to_plain(value)  # its offsets are unknown, or it is replicated
     if value.numel() == 1 and math.prod(shard_info.stored.shape) != 1:
         return value
-    if shard_offsets_of(shard_info).is_full and value.shape != parameter.shape:
-        return value  # the optimizer chose another shape than the parameter's: replicated
+    is_replicated = shard_offsets_of(shard_info).is_full or isinstance(optimizer, PartitionedOptimizer)
+    if is_replicated and value.shape not in (parameter.shape, shard_info.stored.shape):
+        return value  # the optimizer chose another shape than the parameter's
     shard = checked_shard_of(f"{shard_info.name} ({key})", value, parameter, shard_info)
     return shard if shard is value or isinstance(value, ShardTensor) else shard.clone()
 

@@ -89,7 +89,7 @@ def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 
-def _communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
+def communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
     """Run a functional collective and wait for it. The last of `arguments` is the name of the group."""
     on_host = x.is_cuda and is_gloo(resolve_group(arguments[-1]), x.device)
     with watching(arguments[-1]):
@@ -102,7 +102,7 @@ def _identity(x: Tensor, group_name: str, *cuts: DimSharding) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group_name: str) -> Tensor:
-    return _communicate(torch.ops._c10d_functional.all_reduce, x.contiguous(), "sum", group_name)
+    return communicate(torch.ops._c10d_functional.all_reduce, x.contiguous(), "sum", group_name)
 
 
 def _own(x: Tensor, group_name: str) -> Tensor:
@@ -120,7 +120,7 @@ def _pad(x: Tensor, group_name: str, cut: DimSharding) -> Tensor:
 def _all_gather(x: Tensor, group_name: str, cut: DimSharding) -> Tensor:
     num_ranks = cut.num_shards
     collective = torch.ops._c10d_functional.all_gather_into_tensor
-    gathered = _communicate(collective, cut.padded(x), num_ranks, group_name)
+    gathered = communicate(collective, cut.padded(x), num_ranks, group_name)
     if cut.is_contiguous:
         return gathered
     shards = gathered.chunk(num_ranks)
@@ -131,7 +131,7 @@ def _reduce_scatter(x: Tensor, group_name: str, cut: DimSharding) -> Tensor:
     num_ranks = cut.num_shards
     shards = (cut.padded(cut.take(x, index)) for index in range(num_ranks))
     wire = x.contiguous() if cut.is_contiguous else torch.cat(list(shards))
-    shard = _communicate(torch.ops._c10d_functional.reduce_scatter_tensor, wire, "sum", num_ranks, group_name)
+    shard = communicate(torch.ops._c10d_functional.reduce_scatter_tensor, wire, "sum", num_ranks, group_name)
     return cut.trimmed(shard, resolve_group(group_name).rank()).contiguous()
 
 
@@ -141,19 +141,19 @@ def _all_to_all(x: Tensor, group_name: str, source: DimSharding, target: DimShar
     x = source.padded(x)
     wire = torch.cat([target.padded(target.take(x, index)) for index in range(num_ranks)])
     rows = [wire.size(0) // num_ranks] * num_ranks
-    received = _communicate(torch.ops._c10d_functional.all_to_all_single, wire, rows, rows, group_name)
+    received = communicate(torch.ops._c10d_functional.all_to_all_single, wire, rows, rows, group_name)
     blocks = [source.trimmed(block, sender) for sender, block in enumerate(received.chunk(num_ranks))]
     return source.join([target.trimmed(block, rank) for block in blocks])
 
 
 def _dispatch(x: Tensor, group_name: str, route: DispatchPlan) -> Tensor:
     collective = torch.ops._c10d_functional.all_to_all_single
-    return _communicate(collective, route.rows_of(x).contiguous(), route.receives, route.sends, group_name)
+    return communicate(collective, route.rows_of(x).contiguous(), route.receives, route.sends, group_name)
 
 
 def _combine(x: Tensor, group_name: str, route: DispatchPlan) -> Tensor:
     collective = torch.ops._c10d_functional.all_to_all_single
-    return route.tokens_of(_communicate(collective, x.contiguous(), route.sends, route.receives, group_name))
+    return route.tokens_of(communicate(collective, x.contiguous(), route.sends, route.receives, group_name))
 
 
 PRIMITIVES: dict[str, Primitive] = {
@@ -191,11 +191,11 @@ def _implement_operators() -> None:
         return convert
 
     def all_reduce_max(x: Tensor, axis: str) -> Tensor:
-        return _communicate(torch.ops._c10d_functional.all_reduce, x.detach().contiguous(), "max", axis)
+        return communicate(torch.ops._c10d_functional.all_reduce, x.detach().contiguous(), "max", axis)
 
     def exchange_counts(expert: Tensor, axis: str, num_experts: int, num_ranks: int) -> Tensor:
         sends, one = count_rows(expert, num_experts, num_ranks), [1] * num_ranks
-        receives = _communicate(torch.ops._c10d_functional.all_to_all_single, sends, one, one, axis)
+        receives = communicate(torch.ops._c10d_functional.all_to_all_single, sends, one, one, axis)
         return torch.stack([sends, receives]).cpu()
 
     converters = {operator: converter(conversion) for operator, conversion in MOVES.items()}

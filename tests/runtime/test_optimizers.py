@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
-from autopart.runtime.training import optimizer_checks
+from autopart.runtime.optimizers import optimizer_checks
 
 TIMEOUT_S = 120.0
 CPU = torch.device("cpu")
@@ -85,15 +85,15 @@ def test_optimizers_of_single_tensors_are_told_from_others():
         if name != "SparseAdam":  # which takes sparse gradients alone
             optimizer = getattr(torch.optim, name)(one(), lr=0.1)
             assert optimizer_checks.is_separable(optimizer, CPU) is True, name
-            assert optimizer_checks._is_torch_elementwise(optimizer)
+            assert optimizer_checks.is_elementwise_class(type(optimizer))
     for kind in (torch.optim.Muon, torch.optim.Adafactor, Centred):
         assert optimizer_checks.is_separable(kind(one(), lr=0.1), CPU) is True, kind
     assert optimizer_checks.is_separable(Adaptive(one(), lr=0.1), CPU) is False
     assert optimizer_checks.is_separable(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
     assert optimizer_checks.is_separable(Sealed(one()), CPU) is None
     assert optimizer_checks.is_separable(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
-    assert optimizer_checks._is_torch_elementwise(Mine(one())) and not optimizer_checks._is_torch_elementwise(
-        Signs(one(), 0.1)
+    assert optimizer_checks.is_elementwise_class(type(Mine(one()))) and not optimizer_checks.is_elementwise_class(
+        type(Signs(one(), 0.1))
     )
 
 
@@ -176,7 +176,7 @@ def train(optimizer: torch.optim.Optimizer, backward: Callable[[], Tensor]) -> N
 OF_MUON = """Muon cannot train a shard of 'layers.0.weight'
   why    it orthogonalises full matrices
   where  it is sharded over tp
-  try    torch.optim.AdamW for it, or do not shard it: dp with zero=0, or pp"""
+  try    pm.optimizer(Muon, ...), or dp with zero=0, or pp"""
 OF_ADAPTIVE = """Adaptive cannot train the stages of a pipeline separately
   why    its update of a matrix depends on matrices of other stages
   where  pp: a stage's parameters on each rank
@@ -205,7 +205,7 @@ def test_optimizers_are_right_or_refused(mesh, zero, refused):
         assert "where  pp: a stage's parameters on each rank" in said[0]["LBFGS"]
         assert said[0]["Adaptive"] == OF_ADAPTIVE
     if zero:
-        assert "or do not shard it: zero=0" in said[0]["LAMB"]
+        assert "pm.optimizer(LAMB, ...), or zero=0" in said[0]["LAMB"]
 
 
 class Halves(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopart.common.progress import phase
 from autopart.compat.torch_internals import tree_flatten
@@ -36,9 +36,13 @@ from autopart.proof.reference import Reference
 from autopart.proof.steps.step_comparison import StepComparison, StepReport
 from autopart.proof.steps.training_options import SCALER_DEFAULTS, Named, Training, check_optimizer
 from autopart.recipe.make_plan import find_loss
-from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
-from autopart.runtime.shards.shard_state import merge_stored
+from autopart.runtime.optimizers.chained_optimizer import parts_of
+from autopart.runtime.optimizers.full_tensor_update import FullTensorUpdate, LocalTensor, StateByName, placeholder
+from autopart.runtime.optimizers.optimizer_checks import is_elementwise_class
+from autopart.runtime.optimizers.owner_exchange import run_in_lockstep
+from autopart.runtime.shards.shard_owners import parameters_of
+from autopart.runtime.shards.shard_state import merge_stored, splits_of
 from autopart.runtime.training.gradient_norms import grad_norm_lockstep
 from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key
 from autopart.tracing.trace_model import flatten_call
@@ -67,7 +71,7 @@ class _SingleDeviceTraining:
     def __init__(self, reference: Reference, training: Training):
         self.reference, self.training = reference, training
         self.parameters: dict[str, Any] = dict(reference.traced.parameters)
-        self.optimizer = training.optimizer(list(self.parameters.items()))
+        self.optimizer = training.make_optimizer(list(self.parameters.items()))
         check_optimizer(self.optimizer)
         settings = {"enabled": False} if training.scaler is None else dict(training.scaler)
         self.scaler = torch.amp.GradScaler("cpu", **settings)
@@ -100,6 +104,12 @@ class _SingleDeviceTraining:
             for name, node in subject.traced.buffer_updates.items():
                 subject.traced.buffers[name].copy_(values[node])
         return subject.flat_outputs(values)
+
+    def names_of_full_tensors(self) -> set[str]:
+        """Return the names of parameters whose optimizer is not one of torch's elementwise optimizers."""
+        optimizers = [o for o in parts_of(self.optimizer) if not is_elementwise_class(type(o))]
+        updated = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        return {name for name, parameter in self.parameters.items() if id(parameter) in updated}
 
     def buffer(self, name: str) -> Tensor:
         """Return the value of a buffer after the last forward."""
@@ -146,13 +156,41 @@ def any_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
 class _AllRanks:
     """Training of the partitioned model on all ranks. Each rank has weight shards and an optimizer."""
 
-    def __init__(self, subject: GraphUnderTest, arrangement: Arrangement, training: Training):
+    def __init__(self, subject: GraphUnderTest, arrangement: Arrangement, training: Training, full: set[str]):
+        """Args: `full`: names of the parameters whose optimizer needs the full tensor."""
         self.arrangement, self.training = arrangement, training
         self.program = subject.step(arrangement.decisions)
         self.shards = subject.shards(self.program, arrangement, trained=True)
         self.buffers = _copies(subject.traced.buffers)
-        self.optimizers = {rank: training.optimizer(_named(local)) for rank, local in self.shards.items()}
+        self.updates = self._updates(subject.traced.parameters, full)
         self.scales = {rank: _LossScale.of(training.scaler) for rank in self.shards}
+
+    def _updates(self, parameters: Mapping[str, Tensor], full: set[str]) -> dict[int, FullTensorUpdate]:
+        mesh = self.program.mesh
+        updates = {}
+        others = {name: placeholder(p, tuple(p.shape)) for name, p in parameters.items()}
+        for rank, local in self.shards.items():
+            tensors = []
+            for name, parameter in local.items():
+                stored = self.program.parameters[name]
+                cuts = tuple(splits_of(stored, mesh))
+                tensors.append(LocalTensor(name, parameter, tuple(stored.shape), cuts))
+
+            # Parameters of other stages have no values and no gradient, so all ranks make equal groups.
+            def make(named: Named) -> list[torch.optim.Optimizer]:
+                return parts_of(self.training.make_optimizer(list({**others, **dict(named)}.items())))
+
+            updates[rank] = FullTensorUpdate(tensors, mesh, mesh.coordinates(rank), make, full)
+        return updates
+
+    def state(self) -> dict[int, StateByName]:
+        """Return {rank: {name: {key: value}}}, the optimizer state of all ranks, sharded like the parameters."""
+        return run_in_lockstep({r: update.shared_state() for r, update in self.updates.items()}, self.program.mesh)
+
+    def load_state(self, states: Mapping[int, StateByName]) -> None:
+        """Load the result of `state`."""
+        loads = {rank: update.load_state(states[rank]) for rank, update in self.updates.items()}
+        run_in_lockstep(loads, self.program.mesh)
 
     def backward(self, subject: GraphUnderTest) -> _Outcome:
         stage_style = self.arrangement.stage_style
@@ -190,22 +228,20 @@ class _AllRanks:
             torch.nn.utils.clip_grads_with_norm_(local.values(), self.training.max_norm, norms[rank])
 
     def update(self) -> None:
-        for rank, optimizer in self.optimizers.items():
-            if self.training.scaler is None or not self.infinite[rank]:
-                optimizer.step()
-            self.scales[rank].update(self.infinite[rank])
+        skips = self.training.scaler is not None and any(self.infinite.values())
         with torch.no_grad():
+            if not skips:
+                run_in_lockstep({rank: update.step() for rank, update in self.updates.items()}, self.program.mesh)
+            for rank, scale in self.scales.items():
+                scale.update(self.infinite[rank])
             for new in self.new_buffers.values():
                 for name, value in new.items():
                     self.buffers[name].copy_(value)
 
     def zero_grad(self) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-
-
-def _named(local: Mapping[str, nn.Parameter]) -> Named:
-    return list(local.items()) or [(NO_PARAMETERS, nn.Parameter(torch.empty(0, dtype=torch.float64)))]
+        for local in self.shards.values():
+            for parameter in local.values():
+                parameter.grad = None
 
 
 def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -241,7 +277,8 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
     """
     reports: list[StepReport] = []
     with _restore_state(reference):
-        one, ranks = _SingleDeviceTraining(reference, training), _AllRanks(reference.subject, arrangement, training)
+        one = _SingleDeviceTraining(reference, training)
+        ranks = _AllRanks(reference.subject, arrangement, training, one.names_of_full_tensors())
         calls = _TracedBatches(reference, arrangement, training)
         rounding: dict[str, Tensor] = {}
         plan = arrangement.plan
@@ -334,6 +371,7 @@ def _step(
         floor = GRAD_FLOOR * factor
         compared.tensors("gradient", actual_grads, grads, floor)
         compared.note_rounding(actual_grads, grads)
+        compared.start_equal(actual_grads, grads)  # an update of a full tensor depends on all its entries
     if late is not None:
         late.exchange([*one.parameters.values(), *(p for local in ranks.shards.values() for p in local.values())])
     one.update()
@@ -341,14 +379,16 @@ def _step(
     compared.optimizer = one.optimizer
     compared.tensors("weight", ranks.shards, one.parameters, FLOOR)
     compared.start_equal(ranks.shards, one.parameters)
+    states = ranks.state()
     for key in _state_keys(one):
-        whole = {name: _entry(one.optimizer, p, key) for name, p in one.parameters.items()}
+        whole = {name: _entry(one.optimizer.state.get(p, {}), p, key) for name, p in one.parameters.items()}
         parts = {
-            rank: {name: _entry(ranks.optimizers[rank], p, key) for name, p in local.items()}
+            rank: {name: _entry(states[rank].get(name, {}), p, key) for name, p in local.items()}
             for rank, local in ranks.shards.items()
         }
         compared.tensors("state", parts, whole, GRAD_FLOOR**2, suffix=f" {key}")
         compared.start_equal(parts, whole)
+    ranks.load_state(states)
     for rank, new in ranks.new_buffers.items():
         for name, value in new.items():
             compared.buffer(name, rank, value, one.buffer(name), buffer_scales[name])
@@ -366,9 +406,9 @@ def _factor(norm: Tensor, training: Training) -> float:
     return 1.0 if training.max_norm is None else min(1.0, training.max_norm / (float(norm) + 1e-6))
 
 
-def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor | None:
+def _entry(state: Mapping[str, Any], parameter: Tensor, key: str) -> Tensor | None:
     """Return an entry of a parameter's optimizer state; None if it does not have the parameter's shape."""
-    kept = optimizer.state.get(parameter, {}).get(key)
+    kept = state.get(key)
     return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from autopart.errors import InputError, OptionError
+from autopart.runtime.optimizers.chained_optimizer import ChainedOptimizer, parts_of
 from autopart.tracing.trace_model import bind_call
 
 Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
+"""Function that creates an optimizer from [(name, parameter)]. It can return a list of optimizers."""
 
 TARGET = "target"
 """Key of a batch under which it has the target of a loss function."""
@@ -47,6 +49,11 @@ class Training:
     max_norm: float | None = None
     scaler: Mapping[str, Any] | None = None
     targets: tuple[Any, ...] = ()
+
+    def make_optimizer(self, named: Named) -> torch.optim.Optimizer:
+        """Create the optimizer of [(name, parameter)]. Several optimizers are chained."""
+        made = self.optimizer(named)
+        return ChainedOptimizer(made) if isinstance(made, (list, tuple)) else made
 
     def batch(self, step: int) -> Mapping[str, Any]:
         """Return the arguments of the call in a step. The first step is 1."""
@@ -100,6 +107,11 @@ def read_training(
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise OptionError if the object is not a torch optimizer, or if its step needs a closure."""
+    for part in parts_of(optimizer):
+        _check_one(part)
+
+
+def _check_one(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer(named) returned a {name}, not a torch.optim.Optimizer",

@@ -2,6 +2,7 @@
 
 Elementwise optimizers, such as SGD and Adam, run on local shards. For all other optimizers, parameters behave as the
 full tensors, so that their sums and norms are correct. Under `pp` these optimizers must treat each tensor separately.
+Optimizers that `pm.optimizer` creates update full tensors and are not rejected.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         check_reduced(process, f"{type(optimizer).__name__}.step()")
     if _CHECKED.get(optimizer) == len(parameters):
         return
-    if process is not None and process.groups:
+    if process is not None and process.groups and not getattr(optimizer, "updates_full_tensors", False):
         shard_infos = [shard_info for shard_info in map(shard_info_of, parameters) if shard_info is not None]
         sharded = next((shard_info for shard_info in shard_infos if shard_info.cuts), None)
         _check_class(optimizer, sharded, process)
@@ -119,8 +120,8 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, process: Process) -> None:
     name = type(optimizer).__name__
-    why = _reason(optimizer, OF_A_TENSOR)
-    of_model = _reason(optimizer, OF_THE_MODEL)
+    why = reason_of(type(optimizer), OF_A_TENSOR)
+    of_model = reason_of(type(optimizer), OF_THE_MODEL)
     if of_model and (sharded is not None or "pp" in process.groups):
         where = (
             f"'{sharded.name}', sharded over {_axes(sharded)}"
@@ -136,9 +137,9 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
             f"{name} cannot train a shard of '{sharded.name}'",
             why=why,
             where=f"it is sharded over {_axes(sharded)}",
-            hint=f"torch.optim.AdamW for it, or do not shard it: {_unsharded_hint(sharded)}",
+            hint=f"pm.optimizer({name}, ...), or {_unsharded_hint(sharded)}",
         )
-    if "pp" in process.groups and not _is_torch_elementwise(optimizer):
+    if "pp" in process.groups and not is_elementwise_class(type(optimizer)):
         separable = is_separable(optimizer, process.device)
         if separable is False:
             raise OptionError(
@@ -205,14 +206,16 @@ def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list
     return [parameter.detach() - element.sin() for parameter, element in zip(parameters, elements, strict=True)]
 
 
-def _reason(optimizer: torch.optim.Optimizer, reasons: dict[str, str]) -> str:
-    names = [kind.__name__.lower().replace("_", "") for kind in type(optimizer).__mro__]
+def reason_of(kind: type, reasons: dict[str, str]) -> str:
+    """Return why an optimizer class cannot train shards, by the patterns of `reasons`; "" if no pattern matches."""
+    names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
     matching = [why for pattern, why in reasons.items() for name in names if re.search(pattern, name)]
     return matching[0] if matching else ""
 
 
-def _is_torch_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    step = inspect.unwrap(type(optimizer).step)
+def is_elementwise_class(kind: type) -> bool:
+    """Return True if the step of a class is that of an elementwise optimizer of torch."""
+    step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
     return any(step is inspect.unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE)
 
 

@@ -1,0 +1,1 @@
+"""Optimizers for partitioned models: updates of full tensors, checks, and `pm.optimizer`."""

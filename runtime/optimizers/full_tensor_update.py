@@ -1,0 +1,190 @@
+"""Optimizer steps on full tensors: each sharded tensor is updated on its owner rank.
+
+Optimizers such as Muon, Shampoo, LAMB and Adafactor compute with full matrices, but a rank has shards. In a step the
+owner of a tensor receives all shards of its gradient and of its values, runs the unmodified optimizer, and sends the
+new shards. The owner keeps the optimizer state of its tensors, so state is distributed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopart.errors import CheckpointError
+from autopart.ir.mesh import Mesh
+from autopart.ir.sharding import DimSharding
+from autopart.runtime.optimizers.owner_exchange import GatherObjects, Steps, assign_owners, from_owners, to_owners
+from autopart.runtime.shards.shard_owners import parameters_of
+
+MakeOptimizers = Callable[[list[tuple[str, nn.Parameter]]], list[Optimizer]]
+StateByName = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """This rank's part of a parameter.
+
+    Attributes:
+        values: the local tensor. Its `.grad` is the local gradient.
+        shape: full shape.
+        splits: splits of the full tensor as (mesh axis, split), outer axis first.
+    """
+
+    name: str
+    values: Tensor
+    shape: tuple[int, ...]
+    splits: tuple[tuple[str, DimSharding], ...]
+
+
+@dataclass(frozen=True)
+class SharedEntry:
+    """An entry of a tensor's optimizer state, as its owner describes it to the other ranks.
+
+    Attributes:
+        dtype: dtype of a state tensor with the shape of the parameter. None for any other value.
+        value: the value, if `dtype` is None.
+    """
+
+    dtype: torch.dtype | None
+    value: Any = None
+
+
+class FullTensorUpdate:
+    """Steps of optimizers on a rank's tensors. Sharded tensors are updated on their owners.
+
+    Args:
+        tensors: this rank's part of each parameter.
+        make: function that creates optimizers from [(name, parameter)]. Parameters that need their full tensor have the
+            full shape. If another rank owns such a parameter, it has no values and never a gradient, so optimizers skip
+            it.
+        full: names of parameters whose optimizer needs the full tensor. All others are updated as shards.
+    """
+
+    def __init__(
+        self, tensors: Sequence[LocalTensor], mesh: Mesh, coordinates: Mapping[str, int], make: MakeOptimizers,
+        full: Collection[str],
+    ) -> None:  # fmt: skip
+        self.tensors = {tensor.name: tensor for tensor in tensors}
+        sharded = [(t.name, t.shape, t.splits) for t in tensors if t.splits and t.name in full]
+        self.sharded = assign_owners(sharded, mesh, coordinates)
+        self.owned = {tensor.name for tensor in self.sharded if tensor.is_mine}
+        names = {tensor.name for tensor in self.sharded}
+        self.parameters = {
+            tensor.name: placeholder(tensor.values, tensor.shape)
+            if tensor.name in names
+            else nn.Parameter(tensor.values.detach())
+            for tensor in tensors
+        }
+        self.optimizers = make(list(self.parameters.items()))
+        optimizer_of = {id(p): optimizer for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        self._optimizer_of = {name: optimizer_of[id(p)] for name, p in self.parameters.items() if id(p) in optimizer_of}
+
+    def step(self) -> Steps[None]:
+        """Update all tensors from their gradients."""
+        values = {tensor.name: self.tensors[tensor.name].values.detach() for tensor in self.sharded}
+        grads = {name: self.tensors[name].values.grad for name in values}
+        full_values = yield from to_owners(values, self.sharded)
+        full_grads = yield from to_owners(
+            {name: torch.zeros_like(values[name]) if grad is None else grad for name, grad in grads.items()},
+            self.sharded,
+        )
+        for name, parameter in self.parameters.items():
+            if name in full_values:
+                parameter.data = full_values[name]
+                parameter.grad = None if grads[name] is None else full_grads[name]
+            elif name not in values:
+                parameter.grad = self.tensors[name].values.grad
+        for optimizer in self.optimizers:
+            optimizer.step()
+        updated = {name: self.parameters[name].detach() for name in full_values}
+        shards = yield from from_owners(updated, values, self.sharded)
+        for name, shard in shards.items():
+            values[name].copy_(shard)
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            if name in full_values:
+                parameter.data = self._placeholder(name).data
+
+    def shared_state(self) -> Steps[StateByName]:
+        """Return the optimizer state of all tensors that this rank stores, as {name: {key: value}}.
+
+        A state tensor with the shape of its parameter is sharded like the parameter. All other values are those of the
+        owner.
+        """
+        described = {
+            name: {key: self._describe(name, key, value) for key, value in self.state_of(name).items()}
+            for name in self.owned
+            if self._has_state(name)
+        }
+        gathered = yield GatherObjects(described)
+        sharded = {tensor.name for tensor in self.sharded}
+        entries = {name: row for rows in gathered for name, row in rows.items() if name in sharded}
+        state: StateByName = {name: self.state_of(name) for name in self.names_with_state() if name not in sharded}
+        state |= {name: {key: entry.value for key, entry in row.items()} for name, row in entries.items()}
+        keys = dict.fromkeys(key for row in entries.values() for key, entry in row.items() if entry.dtype is not None)
+        for key in sorted(keys):
+            like = {
+                name: self.tensors[name].values.new_empty(0, dtype=row[key].dtype)
+                for name, row in entries.items()
+                if key in row and row[key].dtype is not None
+            }
+            full = {name: self.state_of(name)[key] for name in like if name in self.owned}
+            for name, shard in (yield from from_owners(full, like, self.sharded)).items():
+                state[name][key] = shard
+        return state
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
+        """Load the result of `shared_state`. Tensors without an entry get no state."""
+        sharded = {tensor.name for tensor in self.sharded}
+        for name, optimizer in self._optimizer_of.items():
+            optimizer.state.pop(self.parameters[name], None)
+            if name in state and (name in self.owned or name not in sharded):
+                optimizer.state[self.parameters[name]] = dict(state[name])
+        of_sharded = [tensor for tensor in self.sharded if tensor.name in state]
+        for key in sorted({key for tensor in of_sharded for key in state[tensor.name]}):
+            shards = {
+                tensor.name: value for tensor in of_sharded
+                if isinstance(value := state[tensor.name].get(key), Tensor) and value.dim()
+                and value.shape == self.tensors[tensor.name].values.shape
+            }  # fmt: skip
+            for name, full in (yield from to_owners(shards, of_sharded)).items():
+                self.state_of(name)[key] = full
+
+    def names_with_state(self) -> list[str]:
+        """Return the names of tensors whose optimizer state is on this rank."""
+        return [name for name in self.tensors if self._has_state(name)]
+
+    def _placeholder(self, name: str) -> nn.Parameter:
+        return placeholder(self.tensors[name].values, self.tensors[name].shape)
+
+    def _has_state(self, name: str) -> bool:
+        return name in self._optimizer_of and self.parameters[name] in self._optimizer_of[name].state
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return the optimizer state of a tensor, which this rank updates."""
+        state: dict[str, Any] = self._optimizer_of[name].state[self.parameters[name]]
+        return state
+
+    def _describe(self, name: str, key: str, value: Any) -> SharedEntry:
+        if not isinstance(value, Tensor):
+            return SharedEntry(None, value)
+        tensor = self.tensors[name]
+        if value.dim() and tuple(value.shape) == tensor.shape:
+            return SharedEntry(value.dtype)
+        if value.dim() and value.shape == tensor.values.shape:
+            raise CheckpointError(
+                f"'{key}' of '{name}' cannot be saved",
+                why=f"its shape {tuple(value.shape)} is that of a shard, so it would be loaded as one",
+                hint="another number of ranks on the axes that shard this parameter",
+            )
+        return SharedEntry(None, value.detach().cpu())
+
+
+def placeholder(like: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    """Return a parameter of this shape without values: constructors of optimizers read only shapes."""
+    return nn.Parameter(like.detach().new_zeros(()).expand(shape))
