@@ -7,6 +7,7 @@ new shards. The owner keeps the optimizer state of its tensors, so state is dist
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,9 @@ class FullTensorUpdate:
         for name, optimizer in self._optimizer_of.items():
             optimizer.state.pop(self.parameters[name], None)
             if name in state and (name in self.owned or name not in sharded):
-                optimizer.state[self.parameters[name]] = dict(state[name])
+                # Copied: all ranks of a lock step get the same objects.
+                values = copy.deepcopy(state[name]) if name in sharded else state[name]
+                optimizer.state[self.parameters[name]] = dict(values)
         of_sharded = [tensor for tensor in self.sharded if tensor.name in state]
         for key in sorted({key for tensor in of_sharded for key in state[tensor.name]}):
             shards = {
