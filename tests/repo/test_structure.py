@@ -75,7 +75,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "graphs": ("comm", "shards", "batch"),
         "sharded_tensor": ("comm", "shards"),
         "consistency": ("comm", "shards"),
-        "checkpoint": ("comm", "weights", "shards", "gradients", "consistency"),
+        "optimizers": ("comm", "shards", "gradients", "sharded_tensor"),
+        "checkpoint": ("comm", "weights", "shards", "gradients", "consistency", "optimizers"),
         "training": ("comm", "shards", "gradients", "sharded_tensor"),
     },
 }
