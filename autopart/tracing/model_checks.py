@@ -91,7 +91,7 @@ def check_model(model: Any) -> None:
                     f"'{f'{path}.{name}'.lstrip('.')}' is a fake tensor, without values", refusal=Refusal.STATE,
                     why="an earlier torch.export ran the forward, which stores this tensor in its first call; or the "
                     "model was built under FakeTensorMode",
-                    hint="build the model again, and call it once before torch.export; on meta, plan() needs no memory",
+                    hint="build the model again, and call it once before torch.export; or use torch.device('meta')",
                 )  # fmt: skip
 
 

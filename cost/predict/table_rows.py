@@ -150,7 +150,8 @@ class Totals:
         gathers: True if `works` includes ZeRO's collectives.
         cast: memory traffic of casts, per microbatch, of the parameters that ZeRO does not shard and of their
             gradients.
-        read, summed: as in `Parameter`, averaged over all parameters.
+        read: bytes of an element in the compute dtype divided by bytes of a stored element, on average.
+        summed: bytes of an element of a reduced gradient divided by bytes of a stored element, on average.
         kept: activations saved by all operators.
         temporary: peak workspace in addition to the saved activations.
         sent: values sent between two stages.

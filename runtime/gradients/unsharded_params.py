@@ -180,7 +180,7 @@ class StepUnshard:
 
 
 class UnshardedGradReduce(ReduceStrategy):
-    """Reduction of unsharded gradients over all axes except that of a `dp_sync` method."""
+    """Reduction of unsharded gradients over mesh axes, except the axis of a `dp_sync` method."""
 
     def __init__(self, shards: ShardCollectives, reduce_dtype: torch.dtype | None):
         self.shards, self.accumulate_dtype = shards, shards.accumulate_dtype

@@ -47,7 +47,8 @@ class Calibration:
     def rows(self) -> list[dict[str, Any]]:
         """Return predictions and measurements for JSON, one mapping per measurement.
 
-        A mapping is `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`. `is_held_out` is True if no
+        A mapping is `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`: `kind` is an operator or a
+        collective, and `of` describes its arguments. `is_held_out` is True if no
         number of the profile is fitted to the measurement.
         """
         predictions = [(row, predicted_s(row, self.hardware)) for row in self.measured if row.kind != ISSUE]

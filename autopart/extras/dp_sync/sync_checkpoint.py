@@ -41,7 +41,11 @@ COUNTS = ("steps", "updates", "data_ranks")
 
 
 def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
-    """Return the state of the methods (`ParallelModule.dp_sync_state_dict`)."""
+    """Return the state of the communication methods of `dp_sync` for a checkpoint.
+
+    Args:
+        data_ranks: number of data ranks that saved it. None: that of this run.
+    """
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
     entries: dict[str, Any] = {
         "steps": sync.steps, "updates": sync.updates, "data_ranks": ranks, "begun": bool(sync.state)

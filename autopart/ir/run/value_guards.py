@@ -126,9 +126,9 @@ class ValueGuards:
 
 
 class ValueProgram:
-    """Recorded calls of several guards, in the order in which they run.
+    """Recorded calls that compute the values of guards, in the order in which they run.
 
-    A call that guards share runs once.
+    A call that several guards need runs once.
     """
 
     def __init__(self, results: Sequence[Any]):

@@ -180,7 +180,7 @@ def _layer_norm(
 
 @functools.cache
 def _backward_forms() -> Mapping[Any, Callable[..., Any]]:
-    """Return {backward operator: its decomposition} for fused operators without a derivative."""
+    """Return {fused backward operator that has no derivative: its decomposition}, for second derivatives."""
     fused = {
         target: form for target, form in decompositions().items()
         if _is_fused(name_of_target(target), target) and not name_of_target(target).startswith("aten::_")

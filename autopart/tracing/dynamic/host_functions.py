@@ -306,7 +306,10 @@ class _HostCall:
             leaves = tree_flatten(_with_arrays(self.call([tensor.cpu() for tensor in tensors])))[0]
             computed = _tensors_of(leaves, self.name)
             if before is not None and random_state() != before:
-                raise RuntimeError(f"{self.name} draws random numbers and reads activations: ranks would differ")
+                raise RuntimeError(
+                    f"{self.name} draws random numbers and reads activations: ranks would differ. "
+                    "Draw them with torch functions, or in a function that reads only inputs of the model"
+                )
             upcast = any(tensor.dtype is not dtype for tensor, dtype in zip(tensors, dtypes, strict=True))
             forms = [(tuple(t.shape), s[1] if upcast and t.is_floating_point() else t.dtype)
                      for t, s in zip(computed, shapes, strict=len(computed) == len(shapes))]  # fmt: skip

@@ -73,7 +73,7 @@ class InputDecisions:
         return ValueGuards(list(self._guards.values()))
 
     def notes(self) -> list[str]:
-        """Return one note for each expression whose values are guards."""
+        """Return a note for each expression of the inputs on whose value the trace depends."""
         values: dict[tuple[str, str], dict[str, None]] = {}
         for guard in self.guards:
             values.setdefault((guard.text, guard.where), {})[shown_value(guard.value)] = None

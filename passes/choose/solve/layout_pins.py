@@ -65,8 +65,9 @@ T = TypeVar("T")
 class AxisConstraints:
     """Constraints on the mesh axis that is solved now: layout pins, and the results for earlier axes.
 
-    The planner solves one axis after another. Only one axis can shard a dim. Exceptions are experts, and sequences
-    whose length divides over several axes. A layout pin is a user's choice, such as `S(0)` for a weight.
+    The planner solves one axis after another. A dim is sharded over one axis only. Exceptions are the dim of
+    experts, and a sequence dim whose length is divisible by the product of the sizes of several axes.
+    A layout pin is a user's choice, such as `S(0)` for a weight.
 
     Args:
         axis: name of this axis.

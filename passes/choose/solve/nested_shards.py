@@ -1,6 +1,6 @@
-"""Sharding of a dim over a second mesh axis, after an inner axis that shards it has been solved.
+"""Sharding of a dim over two mesh axes: an outer axis shards what an inner axis has sharded.
 
-A factor is a letter of an operator's sharding rule, such as `n` in `b k, n k -> b n`.
+The dims of an operator are named by its rule, as in `b k, n k -> b n`. The code calls these names factors.
 """
 
 from __future__ import annotations
