@@ -4,7 +4,11 @@ Small versions of the language models of transformers (`_architectures.py`) are 
 with new ones in between. Each derived program is compared with a traced one, node by node. A model counts as derived
 on a mesh if every new call is derived. Each model has a separate process and a time limit.
 
-    python benchmarks/derived.py [--meshes tp2,pp2,dp2,cp2] [--only gpt2,llama] [--shard 1/4] [--quick] [--json]
+The models run in a random order (`--seed`). With `--results`, each row is appended to a file, and models that the file
+has are not run again.
+
+    python benchmarks/derived.py [--meshes tp2,pp2,dp2,cp2] [--only gpt2,llama] [--shard 1/4] [--seed 49] [--first 50]
+                                 [--results derived.jsonl] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import random
 import warnings
 from collections import Counter
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,22 +34,41 @@ def main() -> None:
     parser.add_argument("--meshes", default="tp2,pp2,dp2,cp2", help="meshes of one axis, separated by commas")
     parser.add_argument("--only", type=lambda text: text.split(","), help="these architectures: gpt2,llama,...")
     parser.add_argument("--shard", default="1/1", help="the i-th of n parts of the list: i/n")
+    parser.add_argument("--seed", type=int, default=49, help="seed of the order")
+    parser.add_argument("--first", type=int, help="only the first models in this order")
+    parser.add_argument("--results", type=Path, help="file of rows, one JSON object a line")
     parser.add_argument("--quick", action="store_true", help="only gpt2 on tp2")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     asked = parser.parse_args()
     meshes, only = (["tp2"], ["gpt2"]) if asked.quick else (asked.meshes.split(","), asked.only)
     part, parts = map(int, asked.shard.split("/"))
-    names = (only or language_models())[part - 1 :: parts]
-    rows = {}
+    names = only or language_models()
+    names = random.Random(asked.seed).sample(names, len(names))[part - 1 :: parts][: asked.first]
+    rows = read_rows(asked.results)
     for name in names:
-        rows[name] = isolated(name, meshes)
-        print(f"{name:<32} " + "   ".join(f"{mesh} {text}" for mesh, text in rows[name].items()), flush=True)
+        missing = [mesh for mesh in meshes if mesh not in rows.get(name, {})]
+        if missing:
+            found = isolated(name, missing)
+            rows[name] = rows.get(name, {}) | found
+            print(f"{name:<32} " + "   ".join(f"{mesh} {text}" for mesh, text in found.items()), flush=True)
+            if asked.results is not None:
+                with asked.results.open("a") as file:
+                    file.write(json.dumps({"name": name, **found}) + "\n")
     print()
     for mesh in meshes:
-        counts = Counter(row.get(mesh, row.get("all", "?")).partition(":")[0] for row in rows.values())
+        counts = Counter(rows[name][mesh].partition(":")[0] for name in names)
         print(f"{mesh:<6} " + ", ".join(f"{number} {kind}" for kind, number in counts.most_common()))
     if asked.json:
         print(json.dumps({"benchmark": "derived", "rows": rows}))
+
+
+def read_rows(path: Path | None) -> dict[str, dict[str, str]]:
+    """Return {model: {mesh: result}} of the rows in a file."""
+    rows: dict[str, dict[str, str]] = {}
+    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+        row = json.loads(line)
+        rows.setdefault(row.pop("name"), {}).update(row)
+    return rows
 
 
 def language_models() -> list[str]:
@@ -61,23 +85,27 @@ def isolated(name: str, meshes: list[str]) -> dict[str, str]:
     process.start()
     theirs.close()
     try:
-        return ours.recv() if ours.poll(LIMIT_S) else {"all": f"not finished in {LIMIT_S} s"}
+        return ours.recv() if ours.poll(LIMIT_S) else dict.fromkeys(meshes, f"not finished in {LIMIT_S} s")
     except EOFError:
-        return {"all": "crashed"}
+        return dict.fromkeys(meshes, "crashed")
     finally:
         process.kill()
 
 
 def measure(name: str, meshes: list[str], results: Connection) -> None:
     warnings.simplefilter("ignore")
-    try:
-        results.send({mesh: on_mesh(name, mesh) for mesh in meshes})
-    except Exception as error:
-        results.send({"all": f"fails: {type(error).__name__}: {str(error).splitlines()[0]:.80}"})
+    results.send({mesh: on_mesh(name, mesh) for mesh in meshes})
 
 
 def on_mesh(name: str, mesh: str) -> str:
     """Return `derived`, or the reason for which a call was traced."""
+    try:
+        return compared(name, mesh)
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]:.80}"
+
+
+def compared(name: str, mesh: str) -> str:
     import _architectures
 
     from autopart.common.flags import environment

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from autopart.common.flags import flags
 from autopart.compat.torch_internals import tree_map
-from autopart.errors import InputError, PlanError, TraceError
+from autopart.errors import AutopartError, InputError, PlanError, TraceError
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import format_value
 from autopart.ir.mesh import Mesh
@@ -33,7 +34,8 @@ from autopart.plans.rank_digest import EXAMPLE, agreed
 from autopart.recipe.make_plan import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
 from autopart.recipe.plan_figures import Draft, figures_of, plan_of
-from autopart.recipe.sizes.call_family import CallFamily, sizes_of
+from autopart.recipe.sizes.call_family import CallFamily, resized, sizes_of
+from autopart.recipe.sizes.largest_batch import LargestBatch
 from autopart.recipe.sizes.program_template import check_derived
 from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
 from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
@@ -113,6 +115,7 @@ class Compiler:
         self.changed_values = ""
         self.origin = ""
         """Origin of the last new program: "derived", or "traced" with the reason."""
+        self._largest = LargestBatch()
         self._random, self._samples = torch.Generator(), torch.Generator()
         self._model_settings = settings_of(model)
         if plan is not None:
@@ -144,16 +147,17 @@ class Compiler:
         """The plan. Available after the first trace, or if a plan was passed.
 
         Its figures (time, memory, FLOPs) depend on `torch.autocast`. If the last training call ran under other autocast
-        settings than the call that was planned, the figures are counted for the last call.
+        settings than the call that was planned, the figures are counted for the last call. A note has the largest batch
+        of a training step so far, if it is larger than the batch that was planned.
         """
         if self._plan is None:
             raise PlanError("there is no plan yet", why="the model is traced at the first call",
                             hint="parallelize(model, mesh, example_kwargs=batch)")  # fmt: skip
         if self._last is None or self._last.trace.autocast == self._plan.autocast:
-            return self._plan
+            return self._largest.noted(self._plan)
         if self._last.plan is None:
             self._last.plan = self._plan_as_run(self._plan, self._last)
-        return self._last.plan
+        return self._largest.noted(self._last.plan)
 
     def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
         """Return the plan, with its figures (time, memory, FLOPs) counted again for another traced call."""
@@ -205,6 +209,8 @@ class Compiler:
         self.changed_values = traced.changed_values + traced.trace.value_guards.text
         if torch.is_grad_enabled() or purpose != "forward":
             self._last = traced
+        if purpose != "forward":
+            self._largest.add(call)
         program = self._write(traced, purpose)
         return program, (*call.tensors, *self._seeds(program))
 
@@ -245,6 +251,11 @@ class Compiler:
         def key_of(numbers: bool, sizes: bool = True) -> Hashable:
             return call_key(arguments, call, training, loss_fn, numbers, sizes), settings, with_outputs
 
+        def traced_now(arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
+            with isolated_trace(), number_slots(slots):
+                given = without_inference(arguments) if inference else arguments
+                return self._trace(given, training, settings, loss_fn, with_outputs, slots)
+
         def traced_as(
             key: Hashable, of_all_sizes: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]
         ) -> _Traced:
@@ -252,15 +263,18 @@ class Compiler:
                 return traced
             family = self._families.get(of_all_sizes, self._new_family)
             sizes = sizes_of(flat.tensors)
+            if (known := family.traced(sizes)) is not None:
+                return self._traced.add(key, known)
             derived = self._derived(family, sizes, purpose)
+            if derived is None and (anchor := family.anchor(sizes)) is not None:
+                at_anchor = resized(arguments, flat.tensors, anchor)
+                derived = self._derived_from_anchor(family, sizes, anchor, purpose, partial(traced_now, at_anchor, slots))
             self.origin = f"traced: {family.reason}" if derived is None else "derived"
             if derived is not None and not flags().check:
                 return self._traced.add(key, derived)
             first = next((traced.first_guards for traced in self._traced.of(key)), None)
             changed_values = "" if first is None else self._changed_values(first)
-            with isolated_trace(), number_slots(slots):
-                given = without_inference(arguments) if inference else arguments
-                traced = self._trace(given, training, settings, loss_fn, with_outputs, slots)
+            traced = traced_now(arguments, slots)
             traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
             if derived is not None:
                 check_derived(family.derived(sizes, purpose, constant=True)[0], self._write(traced, purpose))
@@ -319,6 +333,22 @@ class Compiler:
         except NotDerivable:
             return None
         return replace(traced, programs={purpose: program}, plan=None, derived_from=(family, sizes))
+
+    def _derived_from_anchor(
+        self, family: CallFamily[_Traced], sizes: Sizes, anchor: Sizes, purpose: str, trace: Callable[[], _Traced]
+    ) -> _Traced | None:  # fmt: skip
+        """Trace a larger or smaller call than this one, and derive this one; None if that is impossible."""
+        try:
+            traced = trace()
+        except AutopartError:  # such as positions beyond the table
+            family.anchors.fail(sizes, anchor)
+            return None
+        if traced.can_be_derived_from:
+            family.add(anchor, traced)
+        derived = self._derived(family, sizes, purpose)
+        if derived is None:
+            family.anchors.fail(sizes, anchor)
+        return derived
 
     def _fits(self, call: Call, purpose: str) -> Callable[[_Traced], bool]:
         """Return a function that returns True if a trace can be used for a call, because all its guards hold."""

@@ -252,7 +252,8 @@ def _memory(plan: Plan) -> str:
     turned = _right_aligned(list(zip(*rows, strict=True)))
     if max(map(len, lines)) > TEXT_WIDTH >= max(map(len, turned)):
         lines = turned  # a column for every pipeline coordinate
-    title = "memory of the fullest rank in a training step (AdamW; microbatches in flight)"
+    of = f" of {step_size(plan)}" if step_size(plan) else ""
+    title = f"memory of the fullest rank in a training step{of} (AdamW; microbatches in flight)"
     return "\n".join([title, *lines, *indented([_uneven(plan)])])
 
 

@@ -1,9 +1,12 @@
 """Programs for new sequence lengths and batch sizes, derived from traced calls with other sizes."""
 
 import copy
+import math
+from contextlib import nullcontext
 from unittest import mock
 
 import dist
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,13 +15,23 @@ from torch import nn
 
 import autopart
 from autopart.common.flags import environment
+from autopart.common.scoped import attributes
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.recipe import compiler as compiling
 from autopart.recipe.compiler import Compiler
+from autopart.recipe.sizes.call_family import _Conditions
+from autopart.recipe.sizes.fitted_values import evaluated, fit
 from autopart.recipe.sizes.program_template import check_derived
 from autopart.recipe.sizes.size_formula import NotDerivable, SizeFormula, fit_integer
-from autopart.tracing.python.size_conditions import TracedSize, plain_sizes, traced_sizes
+from autopart.recipe.sizes.size_relations import SizeRelations
+from autopart.tracing.python.size_conditions import (
+    SizeConditions,
+    TracedSize,
+    plain_sizes,
+    recorded_functions,
+    traced_sizes,
+)
 
 
 @pytest.mark.parametrize(("sizes", "values", "formula"), [
@@ -53,7 +66,7 @@ def test_a_formula_gives_integers_only():
 
 
 def test_a_traced_size_is_an_int_that_records_decisions():
-    conditions = []
+    conditions = SizeConditions()
     shape = traced_sizes(torch.Size([8, 24]), conditions)
     length = shape[1]
     assert type(shape) is torch.Size and isinstance(length, TracedSize) and shape == torch.Size([8, 24])
@@ -85,7 +98,7 @@ def test_sizes_leave_a_trace_as_ints():
     program, _ = compiler.program((), {"x": torch.randn(8, 12, 4).double()}, purpose="forward", training=True)
     assert [type(output.constant) for output in program.outputs[1:]] == [int] * 4
     assert (type(model.longest), model.longest, type(model.rows), model.rows) == (int, 12, int, 8)
-    kept = plain_sizes({"shapes": [traced_sizes(torch.Size([8, 12]), [])], "rows": (traced_sizes(8, []), "rows")})
+    kept = plain_sizes({"shapes": [traced_sizes(torch.Size([8, 12]), SizeConditions())], "rows": (traced_sizes(8, SizeConditions()), "rows")})
     assert kept == {"shapes": [torch.Size([8, 12])], "rows": (8, "rows")}
     assert {type(size) for size in (*kept["shapes"][0], kept["rows"][0])} == {int}
 
@@ -159,6 +172,22 @@ def test_uneven_shards_are_derived_from_lengths_with_the_same_remainder():
     assert derived[3:5] == [True, True] and derived[-1]
 
 
+PADDING = {
+    "ceil": lambda length: math.ceil(length / 8) * 8 - length,
+    "floats": lambda length: int((length / 8 - length // 8) * 8),
+    "rounded": lambda length: round(length * 0.125) * 8 % length,
+    "int": lambda length: -int(length) % 8,
+    "float": lambda length: round(-float(length) % 8),
+    "log": lambda length: 2 ** math.ceil(math.log2(length)) - length,
+    "bits": lambda length: (1 << (length - 1).bit_length()) - length,
+    "numpy": lambda length: int(np.ceil(length / 8)) * 8 - length,
+    "gcd": lambda length: math.gcd(length, 8),
+    "root": lambda length: math.isqrt(length - 1) ** 2 + 15 - length,
+    "even": lambda length: 8 if (length / 16).is_integer() else 4,
+}  # fmt: skip
+"""Numbers that are no multiples of a length, though they can be for all traced lengths."""
+
+
 class ByLength(nn.Module):
     """Python decisions by the length, of several kinds."""
 
@@ -184,6 +213,10 @@ class ByLength(nn.Module):
             h = h.sin()
         if self.kind == "mean":
             h = h.sum() / length
+        if self.kind in PADDING:
+            h = F.pad(h, (0, 0, 0, PADDING[self.kind](length))).exp()
+        if self.kind == "len":
+            h = F.pad(h, (0, 0, 0, -len(x[0]) % 8)).exp()
         return h.square().mean()
 
 
@@ -192,6 +225,70 @@ def test_decisions_by_a_size_are_guards(kind):
     lengths = (24, 56, 40, 48, 33, 34, 41, 39, 32, 36, 25, 55, 47)
     batches = [{"x": torch.randn(8, length, 4).double()} for length in lengths]
     derived_and_traced(ByLength(kind).double(), "dp2", batches)
+
+
+@pytest.mark.parametrize("kind", PADDING)
+def test_integers_computed_from_a_length_are_guards(kind):
+    traced, conditions, values = (16, 64, 32), [], []
+    for length in traced:
+        conditions.append(SizeConditions())
+        with attributes(recorded_functions()):
+            values.append(plain_sizes(PADDING[kind](traced_sizes(length, conditions[-1]))))
+    for length in range(17, 64):
+        try:
+            sizes = [(one,) for one in traced]
+            _Conditions(conditions, sizes).check((length,))
+            fitted = fit(values, sizes, [])
+            derived = values[0] if fitted is None else evaluated(fitted, (length,))
+        except NotDerivable:
+            continue
+        assert derived == PADDING[kind](length)
+
+
+@pytest.mark.parametrize("kind", ["int", "len", "ceil"])
+def test_numbers_that_leave_the_record_are_guards(kind):
+    batches = [{"x": torch.randn(8, length, 4).double()} for length in (16, 64, 40, 25)]
+    derived = derived_and_traced(ByLength(kind).double(), "dp2", batches)
+    assert derived == [False, False, kind != "len", False]
+
+
+@pytest.mark.parametrize(("calls", "new", "is_fulfilled"), [
+    ([(4, 32), (8, 16), (2, 64)], (4, 20), False),  # the number of tokens is constant
+    ([(4, 8), (8, 16), (6, 12)], (5, 12), False),  # the length is twice the number of samples
+    ([(4, 8), (8, 16), (6, 12)], (5, 10), True),
+    ([(8, 24), (16, 16)], (10, 16), False), ([(8, 24), (16, 16)], (12, 20), True),  # the sum is constant
+    ([(4, 9), (8, 17), (6, 13)], (5, 12), False),  # the length is 2 * samples + 1
+    ([(8, 12), (8, 48), (16, 16)], (12, 20), True),
+    ([(8, 10, 14), (10, 12, 10), (12, 8, 12)], (9, 9, 12), False), ([(16,), (64,)], (33,), True),
+])  # fmt: skip
+def test_relations_between_the_sizes_of_traced_calls(calls, new, is_fulfilled):
+    relations = SizeRelations(calls)
+    with nullcontext() if is_fulfilled else pytest.raises(NotDerivable):
+        relations.check(new)
+
+
+class MeanOfTokens(nn.Module):
+    """Its loss is divided by the number of tokens, a Python number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).square().sum() / (x.shape[0] * x.shape[1])
+
+
+def test_a_number_of_tokens_that_traced_calls_share_is_a_guard():
+    batches = [{"x": torch.randn(rows, n, 4).double()} for rows, n in ((4, 32), (8, 16), (2, 64), (4, 20), (6, 40))]
+    derived_and_traced(MeanOfTokens().double(), "tp2", batches)
+
+
+def test_growing_lengths_are_derived_from_longer_traces():
+    batches = [{"x": torch.randn(8, length, 4).double()} for length in (16, 20, 24, 30, 44, 56, 12, 9)]
+    derived = derived_and_traced(ByLength("none").double(), "dp2", batches)
+    assert derived == [False, False, True, True, True, True, True, True]  # 24 is traced as 48, 56 as 112, 12 as 6
+    derived = derived_and_traced(ByLength("limit").double(), "dp2", batches[:4])
+    assert not any(derived)  # the trace of 48 serves no length below 40
 
 
 def test_two_lengths_that_were_equal_need_a_trace_when_they_differ():

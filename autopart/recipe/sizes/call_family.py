@@ -6,19 +6,46 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from autopart.compat.torch_internals import tree_map
 from autopart.ir.program import Program
 from autopart.recipe.sizes.fitted_values import Fitted, evaluated, fit
 from autopart.recipe.sizes.program_template import ProgramTemplate
+from autopart.recipe.sizes.size_anchors import SizeAnchors
 from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
+from autopart.recipe.sizes.size_relations import SizeRelations
 from autopart.tracing.python.size_conditions import SizeCondition
 
 Traced = TypeVar("Traced")
 MAX_TRACED = 24
 """Maximum number of traced calls that a family keeps."""
+
+
+def resized(arguments: Any, tensors: Sequence[Tensor], sizes: Sizes) -> Any:
+    """Return the arguments of a call with other sizes: values are left out at the end, or repeated from the start.
+
+    Args:
+        arguments: the call, or a part of it.
+        tensors: the call's inputs.
+        sizes: sizes of all dims of the inputs, as of `sizes_of`.
+    """
+    remaining = iter(sizes)
+    shapes = {id(tensor): [next(remaining) for _ in tensor.shape] for tensor in tensors}
+
+    def at_sizes(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) not in shapes or [*leaf.shape] == shapes[id(leaf)]:
+            return leaf
+        result = leaf.detach()
+        for dim, size in enumerate(shapes[id(leaf)]):
+            times = [1] * leaf.dim()
+            times[dim] = -(-size // leaf.size(dim))
+            result = result.repeat(times).narrow(dim, 0, size)
+        return result.contiguous().requires_grad_(leaf.requires_grad)
+
+    return tree_map(at_sizes, arguments)
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> Sizes:
@@ -81,6 +108,14 @@ class _Conditions:
                 raise NotDerivable(f"{condition.name}({condition.left}, {condition.right}) is not {condition.result}")
 
 
+class _Template(NamedTuple):
+    """A program as a function of sizes, and what the sizes must fulfil."""
+
+    program: ProgramTemplate
+    conditions: _Conditions
+    relations: SizeRelations
+
+
 class CallFamily(Generic[Traced]):
     """Traced calls that differ in the sizes of their inputs only.
 
@@ -107,7 +142,8 @@ class CallFamily(Generic[Traced]):
         self.write, self.conditions, self.num_shards, self.holds = write, conditions, num_shards, holds
         self.reason = ""
         self.calls: dict[Sizes, Traced] = {}
-        self._templates: dict[tuple[str, frozenset[Sizes]], tuple[ProgramTemplate, _Conditions] | NotDerivable] = {}
+        self.anchors = SizeAnchors()
+        self._templates: dict[tuple[str, frozenset[Sizes]], _Template | NotDerivable] = {}
 
     def add(self, sizes: Sizes, traced: Traced) -> None:
         """Add a traced call. If there are more than `MAX_TRACED`, the oldest is dropped."""
@@ -115,6 +151,18 @@ class CallFamily(Generic[Traced]):
             del self.calls[next(iter(self.calls))]
         self.calls[sizes] = traced
         self._templates.clear()
+
+    def traced(self, sizes: Sizes) -> Traced | None:
+        """Return the traced call of these sizes; None if there is none, or if it depends on values that changed."""
+        found = self.calls.get(sizes)
+        return found if found is not None and self.holds(found) else None
+
+    def anchor(self, sizes: Sizes) -> Sizes | None:
+        """Return the sizes of a call to trace in place of a larger or smaller one, which can then be derived."""
+        calls = [call for call, traced in self.calls.items() if self.holds(traced)]
+        if len(calls) < 2:
+            return None
+        return self.anchors.of(sizes, calls, self.num_shards(self.calls[calls[0]], None))
 
     def neighbours(self, sizes: Sizes) -> Iterator[list[Sizes]]:
         """Yield sets of traced calls that may serve a call. The first sets share most of its sizes."""
@@ -159,7 +207,8 @@ class CallFamily(Generic[Traced]):
                     raise NotDerivable("a size is smaller or larger than in all traced calls")
                 variables = _Variables.of(calls)
                 values = variables.values(sizes)
-                template, conditions = self._template(purpose, calls, variables)
+                template, conditions, relations = self._template(purpose, calls, variables)
+                relations.check(values)
                 conditions.check(values)
                 shards = self.num_shards(self.calls[calls[0]], template.sharded_over)
                 if any(_divisors(call, shards) != _divisors(sizes, shards) for call in calls):
@@ -171,15 +220,14 @@ class CallFamily(Generic[Traced]):
         self.reason = str(error)
         raise error
 
-    def _template(
-        self, purpose: str, calls: Sequence[Sizes], variables: _Variables
-    ) -> tuple[ProgramTemplate, _Conditions]:
+    def _template(self, purpose: str, calls: Sequence[Sizes], variables: _Variables) -> _Template:
         key = purpose, frozenset(calls)
         if key not in self._templates:
             sizes, traced = [variables.values(call) for call in calls], [self.calls[call] for call in calls]
             try:
                 conditions = _Conditions([self.conditions(one) for one in traced], sizes)
-                self._templates[key] = ProgramTemplate([self.write(one, purpose) for one in traced], sizes), conditions
+                program = ProgramTemplate([self.write(one, purpose) for one in traced], sizes)
+                self._templates[key] = _Template(program, conditions, SizeRelations(sizes))
             except NotDerivable as reason:
                 self._templates[key] = reason
         template = self._templates[key]

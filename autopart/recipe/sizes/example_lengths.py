@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopart.compat.torch_internals import tree_map
 from autopart.errors import InputError, OptionError
+from autopart.recipe.sizes.call_family import resized
 from autopart.tracing.call_cache import format_call
 from autopart.tracing.trace_model import flatten_call
 
@@ -35,7 +35,7 @@ class ExampleLengths:
         self._tensors = dict(zip(names, call.tensors, strict=True))
         dims = self._named(named) if named else self._equal_dims(self._own_lengths())
         self.length = next(iter({tensor.size(dim) for tensor, dim in _pairs(self._tensors, dims)}))
-        self._dims = {id(self._tensors[name]): found for name, found in dims.items()}
+        self._of_length = dims
 
     def _named(self, named: Mapping[str, int]) -> dict[str, list[int]]:
         unknown = [name for name in named if name not in self._tensors]
@@ -89,17 +89,13 @@ class ExampleLengths:
             arguments: the example, or a part of it, with the same tensors.
         """
 
-        def resized(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or id(leaf) not in self._dims:
-                return leaf
-            result = leaf.detach()
-            for dim in self._dims[id(leaf)]:
-                times = [1] * leaf.dim()
-                times[dim] = -(-length // leaf.size(dim))
-                result = result.repeat(times).narrow(dim, 0, length)
-            return result.contiguous().requires_grad_(leaf.requires_grad)
-
-        return tree_map(resized, arguments)
+        tensors = [*self._tensors.values()]
+        changed = {(id(tensor), dim) for tensor, dim in _pairs(self._tensors, self._of_length)}
+        sizes = tuple(
+            length if (id(tensor), dim) in changed else size
+            for tensor in tensors for dim, size in enumerate(tensor.shape)
+        )  # fmt: skip
+        return resized(arguments, tensors, sizes)
 
 
 def _pairs(tensors: Mapping[str, Tensor], dims: Mapping[str, Sequence[int]]) -> Iterable[tuple[Tensor, int]]:

@@ -61,7 +61,7 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
     """
     found = [*_fitted(values, sizes, ())]
     if not any(not formula.offset for formula in found):
-        found += [formula for scale in _products(len(sizes[0])) for formula in _fitted(values, sizes, scale)]
+        found += [formula for scale in products_of(len(sizes[0])) for formula in _fitted(values, sizes, scale)]
     if not found:
         raise NotDerivable(f"no formula of {list(sizes)} gives {list(values)}, or too few traces confirm it")
     return next((formula for formula in found if not formula.offset), found[0])
@@ -73,7 +73,7 @@ def _fitted(values: Sequence[int], sizes: Sequence[Sizes], scale: tuple[int, ...
     if not all(scales):
         return
     quotients = [Fraction(value, factor) for value, factor in zip(values, scales, strict=True)]
-    for variables in _products(len(sizes[0])) if not scale else [(v,) for v in range(len(sizes[0]))]:
+    for variables in products_of(len(sizes[0])) if not scale else [(v,) for v in range(len(sizes[0]))]:
         products = [math.prod(one[variable] for variable in variables) for one in sizes]
         known = dict(zip(products, quotients, strict=True))
         if len(known) < 2 or any(known[product] != value for product, value in zip(products, quotients, strict=True)):
@@ -87,7 +87,7 @@ def _fitted(values: Sequence[int], sizes: Sequence[Sizes], scale: tuple[int, ...
                 yield SizeFormula(variables, int(factor * divisor), int(offset * divisor), divisor, scale)
 
 
-def _products(number: int) -> Iterator[tuple[int, ...]]:
+def products_of(number: int) -> Iterator[tuple[int, ...]]:
     """Yield the variables of each product that a formula may use: single ones, then pairs (also `v * v`)."""
     for length in (1, 2):
         yield from itertools.combinations_with_replacement(range(number), length)

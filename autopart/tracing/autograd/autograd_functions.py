@@ -145,7 +145,8 @@ class Made:
     examined: Examined
 
 
-_MADE: dict[tuple[type, str], Made] = {}
+_MADE: dict[tuple[type, str, str], Made] = {}
+_CODES: dict[tuple[type, str, tuple[torch.Size, ...]], str] = {}
 _CLASSES: dict[str, list[type]] = {}
 _BY_OPERATOR: dict[Any, tuple[str, Made]] = {}
 
@@ -254,24 +255,24 @@ def _a(value: Any) -> str:
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
     """Return the custom operator for a Function and its arguments. The first call registers it.
 
-    Name and overload are made from names, values and shapes, so they are equal in all processes. A number is added only
-    if another class in this process has the same name.
+    Name and overload are made from names, values and traced operators, so they are equal in all processes, and for all
+    sizes with equal traces. A number is added only if another class in this process has the same name.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])
     if user.function not in namesakes:
         namesakes.append(user.function)
-    examined = _examined(user, tensors, wanted)
-    shapes = [(tuple(t.shape), t.dtype, t.device.type, w) for t, w in zip(tensors, wanted, strict=True)]
-    signature = repr((namesakes.index(user.function), user.arguments, user.autocast, shapes))
-    key = user.function, signature
+    code = (examined := _examined(user, tensors, wanted)).code
+    kinds = [(t.dim(), t.dtype, t.device.type, w) for t, w in zip(tensors, wanted, strict=True)]
+    signature = repr((namesakes.index(user.function), user.arguments, user.autocast, kinds))
+    if _CODES.setdefault((user.function, signature, tuple(t.shape for t in tensors)), code) != code:
+        raise _lost(user.function, "its result differs from that of an earlier call with equal arguments")
+    key = user.function, signature, code
     if key not in _MADE:
-        overload = "of_" + hashlib.sha256(f"{full}{signature}".encode()).hexdigest()[:12]
+        overload = "of_" + hashlib.sha256(f"{full}{signature}{code}".encode()).hexdigest()[:12]
         name = re.sub(r"\W+", "_", full)
         _MADE[key] = _make(f"{name}.{overload}", user, examined, wanted)
         _BY_OPERATOR[_MADE[key].operator] = user.function.__name__, _MADE[key]
-    if _MADE[key].examined.code != examined.code:
-        raise _lost(user.function, "its result differs from that of an earlier call with equal arguments")
     return _MADE[key]
 
 

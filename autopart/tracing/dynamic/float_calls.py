@@ -2,7 +2,7 @@
 
 Python requires `float()` to return a float, but a trace has only a symbolic scalar. So during a trace, Python modules
 that call `float(tensor)` get a replacement of `float` as a global. The replacement differs from `float` only for
-traced tensors and symbolic scalars. `int` is replaced in the same way.
+traced tensors, symbolic scalars and sizes. `int` is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from autopart.tracing.python.size_conditions import TracedFloat, TracedSize, as_float, as_integer
 
 _AS_DTYPE = r"dtype\s*=\s*{0}\b|\b(to|type|astype|view)\(\s*{0}\s*[,)]"
 
@@ -31,6 +33,8 @@ class _FloatMeta(type):
             return torch.sym_float(args[0].item())
         if args and isinstance(args[0], (torch.SymInt, torch.SymFloat)):
             return torch.sym_float(args[0])
+        if args and isinstance(args[0], (TracedSize, TracedFloat)):
+            return as_float(args[0])
         return builtins.float(*args)
 
 
@@ -43,6 +47,8 @@ class _IntMeta(type):
         return isinstance(value, (builtins.int, torch.SymInt))
 
     def __call__(cls, *args: Any) -> Any:
+        if args and isinstance(args[0], (TracedSize, TracedFloat)):
+            return as_integer(args[0])
         number = args[0].item() if args and isinstance(args[0], Tensor) else args[0] if args else 0
         return torch.sym_int(number) if isinstance(number, (torch.SymInt, torch.SymFloat)) else builtins.int(*args)
 
@@ -55,10 +61,20 @@ _REPLACEMENTS = {"float": _Float, "int": _Int}
 
 
 class Floats:
-    """Records the Python modules whose functions call `float(tensor)` or `int(tensor)`."""
+    """Records the Python modules whose functions call `float` or `int` with a tensor or a size."""
+
+    _of_sizes: ClassVar[set[tuple[str, str]]] = set()
+    """{(Python module, "int" or "float")}: modules that convert sizes, as earlier traces in this process found."""
 
     def __init__(self) -> None:
-        self.modules: list[tuple[dict[str, Any], str]] = []
+        modules = [(vars(sys.modules[module]), name) for module, name in self._of_sizes if module in sys.modules]
+        self.modules: list[tuple[dict[str, Any], str]] = [(names, name) for names, name in modules if name not in names]
+
+    def replace_for_sizes(self, frame: FrameType, name: str) -> None:
+        """Raise ReadsFloat if `float` or `int`, which a frame calls with a size, can be replaced in its module."""
+        if self.may_be_added(frame, name):
+            self._of_sizes.add((frame.f_globals["__name__"], name))
+            raise ReadsFloat
 
     def may_be_added(self, frame: FrameType, name: str = "float") -> bool:
         """Record the Python module of a frame. Return True if `float` or `int` can be replaced in it."""

@@ -50,7 +50,7 @@ from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
-from autopart.tracing.python.size_conditions import SizeCondition, traced_sizes
+from autopart.tracing.python.size_conditions import SizeConditions, recorded_functions, traced_sizes
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
@@ -61,12 +61,13 @@ _ASKING = frozenset(
 )
 """Functions that return tensor values to Python, or a number of items that depends on tensor values."""
 _TENSOR: Any = Tensor
+_OF_SIZE = frozenset(
+    {_TENSOR.shape.__get__, _TENSOR.nbytes.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride}
+) | {torch.numel}
 _OF_METADATA = frozenset(
-    getattr(_TENSOR, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
-) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
+    getattr(_TENSOR, name).__get__ for name in ("dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
+) | {Tensor.dim, Tensor.storage_offset, Tensor.is_floating_point, *_OF_SIZE}
 """Functions that read only metadata: the grad mode does not affect them, and they return no tensor."""
-_OF_SIZE = frozenset({_TENSOR.shape.__get__, Tensor.size, Tensor.numel})
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _SIZED_BY_VALUES = {
@@ -101,11 +102,11 @@ class EagerSemantics(TorchFunctionMode):
         self.origins = WeakIdKeyDictionary()  # {tensor: its ancestors among inputs and module outputs}
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`
-        self.sizes: list[SizeCondition] = []
         self.known = ConcreteConstants(tensors)
         self.decisions = InputDecisions(self.known, self._check_may_rewrite)
         self.packed = PackedSequences(self.known)
         self.floats = Floats()
+        self.sizes = SizeConditions(self.floats.replace_for_sizes)
         self.differentiates = False  # True if forward has called torch.autograd.grad
         self.twice_only: dict[str, None] = {}  # operators whose third derivative is wrong in torch
         self.gradients: list[Any] = []  # autograd nodes of gradients that the forward takes with create_graph
@@ -145,8 +146,11 @@ class EagerSemantics(TorchFunctionMode):
                 return value
         if func is Tensor.__bool__ and (decided := self._decided(args[0], sys._getframe(1))) is not None:
             return decided
-        if func is Tensor.__len__ and self.skipped.has_length(sys._getframe(1), args[0].shape[0]):
-            return MANY
+        if func is Tensor.__len__:
+            if self.skipped.has_length(sys._getframe(1), args[0].shape[0]):
+                return MANY
+            if args[0].ndim and type(args[0].shape[0]) is int:
+                self.sizes.record_equal(args[0].shape[0])  # `len` returns a plain int
         if func is Tensor.item and self._is_drawn(args[0]):
             self.numbers_drawn = True
             if self.numbers_stay:
@@ -402,7 +406,7 @@ def traceable(
             and kwargs.
         to_list: replaces `tensor.tolist()`.
     """
-    exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
+    exchanged = recorded_functions()
     for module in model.modules():
         if not isinstance(module, (BatchNorm, InstanceNorm)) or "forward" in vars(module):
             continue

@@ -2,52 +2,151 @@
 
 A program for another sequence length can be derived from traced ones only if the Python code would decide equally. So
 sizes that Python reads during a trace are `TracedSize` objects, which record each operation whose result is not a
-linear function of the size.
+linear function of the size. Floats that Python computes from sizes are `TracedFloat` objects. They record comparisons
+and conversions to integers, such as `math.ceil(length / 16)`.
 """
 
 from __future__ import annotations
 
+import builtins
+import math
 import operator
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+
+Expression = Any
+"""An int or float, or a tuple (name of a function, expressions of its arguments)."""
 
 
 class SizeCondition(NamedTuple):
     """One recorded operation on sizes, with its operands and result.
 
-    `is_checked_at_run_time`: a call with other sizes checks the condition before its ranks communicate. So programs
-    can be derived even if no formula of the sizes gives `left`.
+    `name`: the name of a function of `operator`, or with its module, such as `math.ceil`. `right`: None for a function
+    of one argument. `is_checked_at_run_time`: a call with other sizes checks the condition before its ranks
+    communicate. So programs can be derived even if no formula of the sizes gives `left`.
 
     >>> SizeCondition("gt", 77, 64, True).holds
+    True
+    >>> SizeCondition("math.ceil", ("truediv", 77, 16), None, 5).holds
     True
     """
 
     name: str
-    left: int
-    right: int | float
+    left: Expression
+    right: Expression | None
     result: int | float | bool
     is_checked_at_run_time: bool = False
 
     @property
     def holds(self) -> bool:
         """True if the operation on these operands gives the recorded result."""
-        return bool(getattr(operator, self.name)(self.left, self.right) == self.result)
+        try:
+            return bool(_value((self.name, *self.operands)) == self.result)
+        except (ArithmeticError, ValueError):  # such as the logarithm of zero
+            return False
+
+    @property
+    def operands(self) -> tuple[Expression, ...]:
+        return (self.left,) if self.right is None else (self.left, self.right)
+
+
+_MODULES = {"math": math, "builtins": builtins, "int": int}
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.rpartition(".")
+    found: Callable[..., Any] = getattr(_MODULES.get(module, operator), function)
+    return found
+
+
+def _value(expression: Expression) -> Any:
+    if not isinstance(expression, tuple):
+        return expression
+    name, *operands = expression
+    return _function(name)(*map(_value, operands))
+
+
+class SizeConditions(list[SizeCondition]):
+    """The operations on sizes that one trace records.
+
+    Args:
+        replace: function (frame, name) that is called if a frame calls `int` or `float` with a size. It may raise an
+            exception, so that the trace is repeated with another `int` in the frame's module.
+    """
+
+    def __init__(self, replace: Callable[[FrameType, str], None] = lambda frame, name: None):
+        super().__init__()
+        self.replace = replace
+
+    def record_equal(self, value: int | float) -> None:
+        """Record that a number must be equal in all calls, because its later use cannot be recorded."""
+        self.append(SizeCondition("eq", _expression(value), float(_plain(value)), True))
+
+    def record_conversion(self, value: int | float, name: str, frame: FrameType) -> None:
+        """Record that a frame converts a size to a plain `int` or `float`."""
+        if "/torch/" not in frame.f_code.co_filename:
+            self.replace(frame, name)
+            self.record_equal(value)
 
 
 class TracedSize(int):
     """A size that Python read in a trace: an int that records operations in `conditions`."""
 
-    conditions: list[SizeCondition]
+    conditions: SizeConditions
     __hash__ = int.__hash__
 
     def __bool__(self) -> bool:
         return bool(_recorded("ne", self, 0))
 
+    def __int__(self) -> int:
+        self.conditions.record_conversion(self, "int", sys._getframe(1))
+        return int.__int__(self)
 
-def traced_sizes(value: Any, conditions: list[SizeCondition]) -> Any:
-    """Convert the int or `torch.Size` that Python reads to `TracedSize` objects.
+    def __float__(self) -> float:
+        self.conditions.record_conversion(self, "float", sys._getframe(1))
+        return int.__float__(self)
+
+    def bit_length(self) -> Any:
+        """Return the number of bits, and record it."""
+        return _recorded("int.bit_length", self, None)
+
+
+class TracedFloat(float):
+    """A float that Python computed from sizes in a trace. It records operations in `conditions`."""
+
+    conditions: SizeConditions
+    expression: Expression
+    __hash__ = float.__hash__
+
+    def __bool__(self) -> bool:
+        return bool(_recorded("ne", self, 0))
+
+    def __int__(self) -> int:
+        self.conditions.record_conversion(self, "int", sys._getframe(1))
+        return int(float.__float__(self))
+
+    def is_integer(self) -> bool:
+        """Return True if the float has an integer value, and record it."""
+        return bool(_recorded("eq", self, self // 1))
+
+
+def as_integer(value: TracedSize | TracedFloat) -> Any:
+    """Return `int(value)` as a `TracedSize`, and record the conversion of a float."""
+    return value if isinstance(value, TracedSize) else _recorded("builtins.int", value, None)
+
+
+def as_float(value: TracedSize | TracedFloat) -> Any:
+    """Return `float(value)` as a `TracedFloat`."""
+    return value if isinstance(value, TracedFloat) else _traced(float(_plain(value)), "builtins.float", (value,))
+
+
+def traced_sizes(value: Any, conditions: SizeConditions) -> Any:
+    """Convert the int, tuple or `torch.Size` that Python reads to `TracedSize` objects.
 
     Other values are returned unchanged.
     """
@@ -57,18 +156,20 @@ def traced_sizes(value: Any, conditions: list[SizeCondition]) -> Any:
         return size
     if type(value) is torch.Size:
         return torch.Size([traced_sizes(size, conditions) for size in value])
+    if type(value) is tuple:
+        return tuple(traced_sizes(size, conditions) for size in value)
     return value
 
 
 def plain_sizes(value: Any) -> Any:
-    """Convert `TracedSize` objects back to ints, also in tuples, lists, dicts and sets.
+    """Convert `TracedSize` and `TracedFloat` objects back to numbers, also in tuples, lists, dicts and sets.
 
     Returns the same object if it has none.
     """
-    if isinstance(value, TracedSize):
-        return int(value)
+    if isinstance(value, (TracedSize, TracedFloat)):
+        return _plain(value)
     if type(value) is torch.Size:
-        return torch.Size([int(size) for size in value])
+        return torch.Size([_plain(size) for size in value])
     if type(value) is dict:
         parts = [part for pair in value.items() for part in pair]
         plain = [plain_sizes(part) for part in parts]
@@ -83,25 +184,56 @@ def _are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     return all(one is other for one, other in zip(some, others, strict=True))
 
 
+def _plain(value: Any) -> Any:
+    """Return a number without its record."""
+    if isinstance(value, TracedFloat):
+        return float.__float__(value)
+    return int.__int__(value) if isinstance(value, TracedSize) else value
+
+
+def _expression(value: Any) -> Expression:
+    return value.expression if isinstance(value, TracedFloat) else _plain(value)
+
+
+def _conditions_of(operands: Iterable[Any]) -> SizeConditions:
+    return next(one.conditions for one in operands if isinstance(one, (TracedSize, TracedFloat)))
+
+
+def _are_numbers(operands: Iterable[Any]) -> bool:
+    return all(type(_plain(one)) in (int, float) for one in operands)
+
+
+def _traced(result: Any, name: str, operands: tuple[Any, ...]) -> Any:
+    """Return the result of a function of sizes: a float that knows its expression, or an int."""
+    conditions = _conditions_of(operands)
+    if type(result) is not float:
+        return traced_sizes(result, conditions)
+    traced = TracedFloat(result)
+    traced.conditions, traced.expression = conditions, (name, *map(_expression, operands))
+    return traced
+
+
 def _recorded(name: str, left: Any, right: Any) -> Any:
-    traced = left if isinstance(left, TracedSize) else right
-    plain = [int(side) if isinstance(side, int) else side for side in (left, right)]
-    if not all(type(side) in (int, float) for side in plain):
+    """Return the result of an operation. Record it, unless it is a float."""
+    operands = (left,) if right is None else (left, right)
+    if not _are_numbers(operands):
         return NotImplemented
-    result = getattr(operator, name)(*plain)
-    traced.conditions.append(SizeCondition(name, plain[0], plain[1], result))
-    return traced_sizes(result, traced.conditions)
+    result = _function(name)(*map(_plain, operands))
+    if type(result) is not float:
+        condition = SizeCondition(name, _expression(left), None if right is None else _expression(right), result)
+        _conditions_of(operands).append(condition)
+    return _traced(result, name, operands)
 
 
 def _linear(name: str, left: Any, right: Any) -> Any:
-    traced = left if isinstance(left, TracedSize) else right
-    plain = [int(side) if isinstance(side, int) else side for side in (left, right)]
-    if not all(type(side) is int for side in plain):
+    """Return the result of an operation that is linear in a size, without recording it."""
+    if not _are_numbers((left, right)):
         return NotImplemented
-    return traced_sizes(getattr(operator, name)(*plain), traced.conditions)
+    return _traced(_function(name)(_plain(left), _plain(right)), name, (left, right))
 
 
-def _operations() -> dict[str, Callable[..., Any]]:
+def _operations(kind: type) -> Mapping[str, Callable[..., Any]]:
+    """Return {name of a special method: method} of `TracedSize` or `TracedFloat`."""
     methods: dict[str, Callable[..., Any]] = {}
 
     def add(compute: Callable[[str, Any, Any], Any], name: str, method: str, is_reflected: bool = False) -> None:
@@ -112,17 +244,65 @@ def _operations() -> dict[str, Callable[..., Any]]:
 
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         add(_recorded, name, name)
-    for name in ("add", "sub", "mul"):
+    for name in ("add", "sub", "mul", "truediv"):
         add(_linear, name, name)
         add(_linear, name, name, True)
-    for name in ("floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"):
+    for name in ("floordiv", "mod", "pow", *(("lshift", "rshift", "and", "or", "xor") if kind is TracedSize else ())):
         function = f"{name}_" if name in ("and", "or") else name
         add(_recorded, function, name)
         add(_recorded, function, name, True)
+    for method in ("floor", "ceil", "trunc"):
+        methods[f"__{method}__"] = lambda self, name=f"math.{method}": _recorded(name, self, None)
     methods["__divmod__"] = lambda self, other: (self // other, self % other)
+    methods["__rdivmod__"] = lambda self, other: (other // self, other % self)
     methods["__neg__"] = lambda self: 0 - self
+    methods["__pos__"] = lambda self: self
+    methods["__abs__"] = lambda self: self if self >= 0 else -self
+    if kind is TracedSize:
+        methods["__floor__"] = methods["__ceil__"] = methods["__trunc__"] = methods["__pos__"]
+        methods["__round__"] = lambda self, digits=None: self if digits is None else round(int.__int__(self), digits)
+        methods["__invert__"] = lambda self: -1 - self
+    else:
+        methods["__round__"] = lambda self, digits=None: (
+            _recorded("builtins.round", self, None) if digits is None else _linear("builtins.round", self, digits)
+        )  # fmt: skip
     return methods
 
 
-for _name, _method in _operations().items():
-    setattr(TracedSize, _name, _method)
+for _kind in (TracedSize, TracedFloat):
+    for _name, _method in _operations(_kind).items():
+        setattr(_kind, _name, _method)
+
+
+def recorded_functions() -> dict[tuple[Any, str], Callable[..., Any]]:
+    """Return {(module, name): function} of functions of `math` and numpy that record what they do to sizes."""
+    replaced: dict[tuple[Any, str], Callable[..., Any]] = {}
+    for name in ("log", "log2", "log10", "sqrt", "exp", "pow", "fmod", "remainder", "gcd", "lcm", "isqrt"):
+        replaced[math, name] = _of_math(f"math.{name}", getattr(math, name))
+    for name in ("ceil", "floor", "round", "rint", "trunc", "sqrt", "log", "log2", "log10", "prod", "mod", "divmod"):
+        replaced[numpy, name] = _of_numpy(getattr(numpy, name))
+    return replaced
+
+
+def _of_math(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*operands: Any) -> Any:
+        if not any(isinstance(one, (TracedSize, TracedFloat)) for one in operands):
+            return function(*operands)
+        result = function(*map(_plain, operands))
+        if type(result) is int:
+            expression = name, *map(_expression, operands)
+            _conditions_of(operands).append(SizeCondition("builtins.int", expression, None, result))
+        return _traced(result, name, operands)
+
+    return call
+
+
+def _of_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*operands: Any, **options: Any) -> Any:
+        for operand in operands:
+            for one in operand if isinstance(operand, (tuple, list)) else (operand,):
+                if isinstance(one, (TracedSize, TracedFloat)):
+                    one.conditions.record_equal(one)
+        return function(*plain_sizes(operands), **options)
+
+    return call

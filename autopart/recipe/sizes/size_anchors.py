@@ -1,0 +1,62 @@
+"""Sizes that are traced in advance, so that calls with sizes in between can be derived."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from autopart.recipe.sizes.size_formula import Sizes
+
+_MAX_FAILURES = 3
+_SMALLEST = 4
+_DOUBLED = 512
+"""Sizes up to this number are doubled, because tracing a much longer sequence takes much more memory."""
+
+
+class SizeAnchors:
+    """Chooses the sizes of anchors: calls that are traced in place of a call that is larger than all traced ones.
+
+    If sequences grow during a run, most calls are then derived, instead of each new longest one being traced.
+    """
+
+    def __init__(self) -> None:
+        self._too_large: dict[int, int] = {}  # {dim: size at which a trace failed}
+        self._num_failures = 0
+
+    def of(self, sizes: Sizes, calls: Collection[Sizes], num_shards: Sizes) -> Sizes | None:
+        """Return the sizes of an anchor for a call; None if an anchor would not help.
+
+        Dims that are larger than in all traced calls are increased, dims that are smaller are decreased. Only dims
+        that differ between traced calls are changed.
+
+        Args:
+            calls: sizes of the traced calls.
+            num_shards: for each dim, the number of shards. All sizes keep their remainders.
+
+        >>> SizeAnchors().of((8, 100), [(8, 16), (8, 64)], (2, 4))
+        (8, 200)
+        """
+        if self._num_failures >= _MAX_FAILURES:
+            return None
+        anchor = list(sizes)
+        for dim, (size, shards, *known) in enumerate(zip(sizes, num_shards, *calls, strict=True)):
+            if len({*known}) > 1 and size > max(known):
+                anchor[dim] = self._larger(size, shards, dim)
+            elif len({*known}) > 1 and size < min(known):
+                anchor[dim] = _smaller(size, shards)
+        return tuple(anchor) if tuple(anchor) != sizes else None
+
+    def _larger(self, size: int, shards: int, dim: int) -> int:
+        added = max(size // 4, min(size, _DOUBLED))
+        if dim in self._too_large:
+            added = min(added, (self._too_large[dim] - size) // 2)
+        return size + max(added // shards, 0) * shards
+
+    def fail(self, sizes: Sizes, anchor: Sizes) -> None:
+        """Record that an anchor for a call of these sizes was of no use."""
+        self._num_failures += 1
+        self._too_large |= {dim: new for dim, (old, new) in enumerate(zip(sizes, anchor, strict=True)) if new > old}
+
+
+def _smaller(size: int, shards: int) -> int:
+    removed = size // 2 // shards * shards
+    return size - removed if size - removed >= _SMALLEST else size
