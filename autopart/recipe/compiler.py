@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -251,36 +250,19 @@ class Compiler:
         def key_of(numbers: bool, sizes: bool = True) -> Hashable:
             return call_key(arguments, call, training, loss_fn, numbers, sizes), settings, with_outputs
 
-        def traced_now(arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
-            with isolated_trace(), number_slots(slots):
-                given = without_inference(arguments) if inference else arguments
-                return self._trace(given, training, settings, loss_fn, with_outputs, slots)
-
         def traced_as(
             key: Hashable, of_all_sizes: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]
         ) -> _Traced:
-            if traced := self._traced.find(key, self._fits(flat := flatten_call(arguments), purpose)):
+            if traced := self._traced.find(key, self._fits(flatten_call(arguments), purpose)):
                 return traced
             family = self._families.get(of_all_sizes, self._new_family)
-            sizes = sizes_of(flat.tensors)
-            if (known := family.traced(sizes)) is not None:
-                return self._traced.add(key, known)
-            derived = self._derived(family, sizes, purpose)
-            if derived is None and (anchor := family.anchor(sizes)) is not None:
-                at_anchor = resized(arguments, flat.tensors, anchor)
-                derived = self._derived_from_anchor(family, sizes, anchor, purpose, partial(traced_now, at_anchor, slots))
-            self.origin = f"traced: {family.reason}" if derived is None else "derived"
-            if derived is not None and not flags().check:
-                return self._traced.add(key, derived)
-            first = next((traced.first_guards for traced in self._traced.of(key)), None)
-            changed_values = "" if first is None else self._changed_values(first)
-            traced = traced_now(arguments, slots)
-            traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
-            if derived is not None:
-                check_derived(family.derived(sizes, purpose, constant=True)[0], self._write(traced, purpose))
-            if traced.can_be_derived_from:
-                family.add(sizes, traced)
-            return self._traced.add(key, traced)
+
+            def trace(arguments: Mapping[str, Any]) -> _Traced:
+                with isolated_trace(), number_slots(slots):
+                    given = without_inference(arguments) if inference else arguments
+                    return self._trace(given, training, settings, loss_fn, with_outputs, slots)
+
+            return self._traced.add(key, self._derived_or_traced(family, key, arguments, purpose, trace))
 
         key, kind = key_of(True), key_of(False) if self._has_number_inputs else None
         inputs = None if kind is None else self._numbers.get(kind, NumberInputs)
@@ -334,12 +316,39 @@ class Compiler:
             return None
         return replace(traced, programs={purpose: program}, plan=None, derived_from=(family, sizes))
 
-    def _derived_from_anchor(
-        self, family: CallFamily[_Traced], sizes: Sizes, anchor: Sizes, purpose: str, trace: Callable[[], _Traced]
+    def _derived_or_traced(
+        self, family: CallFamily[_Traced], key: Hashable, arguments: Mapping[str, Any], purpose: str,
+        trace: Callable[[Mapping[str, Any]], _Traced],
+    ) -> _Traced:  # fmt: skip
+        tensors = flatten_call(arguments).tensors
+        sizes = sizes_of(tensors)
+        if (known := family.traced(sizes)) is not None:
+            return known
+        derived = self._derived(family, sizes, purpose) or self._derived_by_anchor(
+            family, sizes, purpose, lambda anchor: trace(resized(arguments, tensors, anchor))
+        )
+        self.origin = f"traced: {family.reason}" if derived is None else "derived"
+        if derived is not None and not flags().check:
+            return derived
+        first = next((traced.first_guards for traced in self._traced.of(key)), None)
+        changed_values = "" if first is None else self._changed_values(first)
+        traced = trace(arguments)
+        traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
+        if derived is not None:
+            check_derived(family.derived(sizes, purpose, constant=True)[0], self._write(traced, purpose))
+        if traced.can_be_derived_from:
+            family.add(sizes, traced)
+        return traced
+
+    def _derived_by_anchor(
+        self, family: CallFamily[_Traced], sizes: Sizes, purpose: str, trace: Callable[[Sizes], _Traced]
     ) -> _Traced | None:  # fmt: skip
         """Trace a larger or smaller call than this one, and derive this one; None if that is impossible."""
+        anchor = family.anchor(sizes)
+        if anchor is None:
+            return None
         try:
-            traced = trace()
+            traced = trace(anchor)
         except AutopartError:  # such as positions beyond the table
             family.anchors.fail(sizes, anchor)
             return None

@@ -98,7 +98,8 @@ def test_sizes_leave_a_trace_as_ints():
     program, _ = compiler.program((), {"x": torch.randn(8, 12, 4).double()}, purpose="forward", training=True)
     assert [type(output.constant) for output in program.outputs[1:]] == [int] * 4
     assert (type(model.longest), model.longest, type(model.rows), model.rows) == (int, 12, int, 8)
-    kept = plain_sizes({"shapes": [traced_sizes(torch.Size([8, 12]), SizeConditions())], "rows": (traced_sizes(8, SizeConditions()), "rows")})
+    shape = traced_sizes(torch.Size([8, 12]), SizeConditions())
+    kept = plain_sizes({"shapes": [shape], "rows": (shape[0], "rows")})
     assert kept == {"shapes": [torch.Size([8, 12])], "rows": (8, "rows")}
     assert {type(size) for size in (*kept["shapes"][0], kept["rows"][0])} == {int}
 
@@ -348,6 +349,18 @@ def test_calls_traced_under_other_python_values_are_not_used():
     with environment(check=True):
         for length in (30, 40, 44):
             call(length, 36)
+
+
+def test_the_plan_names_the_largest_batch_of_a_training_step():
+    model = zoo.llama(num_layers=1, seq=64)[0]
+    compiler = Compiler(model, Mesh.parse("tp2"), Options(memory="1GB"))
+    for seq, purpose in ((12, "step"), (48, "forward"), (24, "step"), (8, "step")):
+        batch = zoo.llama(num_layers=1, seq=seq)[1]
+        compiler.program((), batch, purpose=purpose, training=True)
+        note = compiler.plan.notes[-1:]
+        assert (seq in (24, 8)) == ("largest batch of a training step so far was 8 samples x 24" in "".join(note))
+    assert "predicted memory of" in note[0] and "on the fullest rank: it fits, memory= says 1 GB" in note[0]
+    assert "in a training step of 8 samples x 12 tokens (AdamW" in compiler.plan.explain()
 
 
 LOOP = [(6, 4), (6, 28), (6, 16), (6, 8), (6, 24), (6, 12), (6, 20)]

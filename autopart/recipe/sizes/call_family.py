@@ -25,7 +25,9 @@ MAX_TRACED = 24
 
 
 def resized(arguments: Any, tensors: Sequence[Tensor], sizes: Sizes) -> Any:
-    """Return the arguments of a call with other sizes: values are left out at the end, or repeated from the start.
+    """Return the arguments of a call with other sizes.
+
+    Values are left out at the end, or repeated from the start.
 
     Args:
         arguments: the call, or a part of it.
@@ -41,7 +43,7 @@ def resized(arguments: Any, tensors: Sequence[Tensor], sizes: Sizes) -> Any:
         result = leaf.detach()
         for dim, size in enumerate(shapes[id(leaf)]):
             times = [1] * leaf.dim()
-            times[dim] = -(-size // leaf.size(dim))
+            times[dim] = -(-size // max(leaf.size(dim), 1))
             result = result.repeat(times).narrow(dim, 0, size)
         return result.contiguous().requires_grad_(leaf.requires_grad)
 
@@ -158,7 +160,7 @@ class CallFamily(Generic[Traced]):
         return found if found is not None and self.holds(found) else None
 
     def anchor(self, sizes: Sizes) -> Sizes | None:
-        """Return the sizes of a call to trace in place of a larger or smaller one, which can then be derived."""
+        """Return the sizes of a call to trace, so that this one can be derived; None if there are none."""
         calls = [call for call, traced in self.calls.items() if self.holds(traced)]
         if len(calls) < 2:
             return None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from autopart.cost.formula.plan_cost import Cost
 from autopart.errors import AutopartError
 from autopart.ir.trace import Call
 from autopart.plans.headlines import fit_text, step_size
@@ -47,11 +48,12 @@ def _memory_text(plan: Plan, inputs: Mapping[str, Mapping[str, Any]]) -> str:
     rows = {new[0] / old[0] for old, new in pairs}
     lengths = {new_size / old_size for old, new in pairs for old_size, new_size in zip(old[1:], new[1:], strict=True)}
     try:
-        table = plan.cost.table
+        cost = Cost.of(plan)
+        table = cost.table
         if len(rows) > 1 or len(lengths - {1.0}) > 1 or (lengths != {1.0} and not table.s):
             return ""
         tokens = {"s": table.s * max(lengths)} if lengths - {1.0} else {}
-        memory_bytes = plan.cost.at(b=table.b * rows.pop(), **tokens).memory_bytes
+        memory_bytes = cost.at(b=table.b * rows.pop(), **tokens).memory_bytes
     except AutopartError:  # a plan from a file of an older version, or sizes at which no schedule runs
         return ""
     return fit_text(replace(plan, memory=({"total": memory_bytes},)))

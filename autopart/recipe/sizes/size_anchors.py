@@ -13,9 +13,10 @@ _DOUBLED = 512
 
 
 class SizeAnchors:
-    """Chooses the sizes of anchors: calls that are traced in place of a call that is larger than all traced ones.
+    """Chooses the sizes of anchors.
 
-    If sequences grow during a run, most calls are then derived, instead of each new longest one being traced.
+    An anchor is a call that is traced in place of one that is larger, or smaller, than all traced calls. If sequences
+    grow during a run, most calls are then derived. Without anchors, each new longest one would be traced.
     """
 
     def __init__(self) -> None:

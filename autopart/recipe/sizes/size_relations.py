@@ -1,4 +1,4 @@
-"""Relations between the sizes of traced calls, which calls that are derived from them must fulfil as well.
+"""Relations between the sizes of traced calls, which derived calls must fulfil as well.
 
 If all traced calls have the same number of tokens in total, a number of the program can be this total or a constant,
 and no trace tells which. A call with another total is therefore not derived from them.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from functools import partial
 
 from autopart.recipe.sizes.size_formula import NotDerivable, Sizes, products_of
 
@@ -55,14 +56,12 @@ class SizeRelations:
 
 def _terms(number: int) -> list[_Term]:
     """Return functions of the sizes: all products of one or two variables, and sums of two."""
-    products: list[_Term] = [
-        lambda sizes, variables=variables: math.prod(sizes[variable] for variable in variables)
-        for variables in products_of(number)
-    ]  # fmt: skip
-    sums: list[_Term] = [
-        lambda sizes, i=i, j=j: sizes[i] + sizes[j] for i, j in itertools.combinations(range(number), 2)
-    ]  # fmt: skip
-    return products + sums
+    products: list[_Term] = [partial(_combined, math.prod, variables) for variables in products_of(number)]
+    return products + [partial(_combined, sum, pair) for pair in itertools.combinations(range(number), 2)]
+
+
+def _combined(combine: Callable[[Iterable[int]], int], variables: Sequence[int], sizes: Sizes) -> int:
+    return combine(sizes[variable] for variable in variables)
 
 
 def _homogeneous(sizes: Sizes) -> list[Fraction]:

@@ -65,7 +65,8 @@ _OF_SIZE = frozenset(
     {_TENSOR.shape.__get__, _TENSOR.nbytes.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride}
 ) | {torch.numel}
 _OF_METADATA = frozenset(
-    getattr(_TENSOR, name).__get__ for name in ("dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
+    getattr(_TENSOR, name).__get__
+    for name in ("dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
 ) | {Tensor.dim, Tensor.storage_offset, Tensor.is_floating_point, *_OF_SIZE}
 """Functions that read only metadata: the grad mode does not affect them, and they return no tensor."""
 _DATA: Any = Tensor.data

@@ -162,7 +162,7 @@ def traced_sizes(value: Any, conditions: SizeConditions) -> Any:
 
 
 def plain_sizes(value: Any) -> Any:
-    """Convert `TracedSize` and `TracedFloat` objects back to numbers, also in tuples, lists, dicts and sets.
+    """Convert `TracedSize` and `TracedFloat` objects back to numbers, also in containers.
 
     Returns the same object if it has none.
     """
@@ -275,7 +275,7 @@ for _kind in (TracedSize, TracedFloat):
 
 
 def recorded_functions() -> dict[tuple[Any, str], Callable[..., Any]]:
-    """Return {(module, name): function} of functions of `math` and numpy that record what they do to sizes."""
+    """Return {(module, name): function} of functions of `math` and numpy that record sizes."""
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {}
     for name in ("log", "log2", "log10", "sqrt", "exp", "pow", "fmod", "remainder", "gcd", "lcm", "isqrt"):
         replaced[math, name] = _of_math(f"math.{name}", getattr(math, name))
