@@ -154,8 +154,8 @@ class CallFamily(Generic[Traced]):
         self.calls[sizes] = traced
         self._templates.clear()
 
-        """Return the sizes of a call to trace so that this one can be derived; None if there are none."""
-        """Return the traced call of these sizes; None if there is none, or if it depends on values that changed."""
+    def traced(self, sizes: Sizes) -> Traced | None:
+        """Return the traced call of these sizes; None if there is none, or if its guards do not hold."""
         found = self.calls.get(sizes)
         return found if found is not None and self.holds(found) else None
 
