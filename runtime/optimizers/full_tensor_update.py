@@ -111,6 +111,11 @@ class FullTensorUpdate:
             if name in full_values:
                 parameter.data = self._placeholder(name).data
 
+    def zero_grad(self) -> None:
+        """Remove the gradients of all parameters that an optimizer updates."""
+        for name in self._optimizer_of:
+            self.tensors[name].values.grad = None
+
     def shared_state(self) -> Steps[StateByName]:
         """Return the optimizer state of all tensors that this rank stores, as {name: {key: value}}.
 

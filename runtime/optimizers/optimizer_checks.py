@@ -151,24 +151,6 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
             allow_reductions_in(optimizer)
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer gives equal results for a matrix and for its two halves.
-
-    Tests this in three steps on a matrix, with the options of `optimizer`. The user's random state is not changed.
-    Returns None if the test fails to run.
-    """
-    matrix = torch.arange(24.0, device=device).reshape(6, 4)
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            (full,) = _movements(optimizer, [matrix])
-            halves = [torch.cat(_movements(optimizer, list(matrix.chunk(2, dim))), dim) for dim in (0, 1)]
-    except Exception:  # an unknown class may raise anything, for example from a constructor with other arguments
-        return None
-    if not full.any():
-        return None
-    return all(torch.allclose(moved, full, rtol=1e-3, atol=1e-6) for moved in halves)
-
-
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
     """Return True if an optimizer gives equal results for two matrices together and for each matrix alone.
 

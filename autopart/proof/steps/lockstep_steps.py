@@ -239,9 +239,8 @@ class _AllRanks:
                     self.buffers[name].copy_(value)
 
     def zero_grad(self) -> None:
-        for local in self.shards.values():
-            for parameter in local.values():
-                parameter.grad = None
+        for update in self.updates.values():
+            update.zero_grad()
 
 
 def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
