@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant("autopart/ops/masked_attention.py", "(attended | (mask <= torch.finfo(mask.dtype).min / 2)).all()",
            "(attended | (mask <= torch.finfo(mask.dtype).min / 2)).any()", "masks"),
     Mutant("autopart/ops/masked_attention.py", "(beside <= at + after) & exists", "(beside <= at + after)", "masks"),
-    Mutant("autopart/ops/stage_masks.py", "elif band == (queries - 1, 0) and queries == keys:",
-           "elif band[1] == 0 and queries == keys:", "masks"),
+    Mutant("autopart/ops/stage_masks.py", "elif band.before >= queries - 1 and band.after == 0 and queries == keys:",
+           "elif band.after == 0 and queries == keys:", "masks"),
     Mutant("autopart/ops/stage_masks.py", "_replace(is_causal=True)", "_replace(is_causal=False)", "masks"),
     Mutant("autopart/ops/stage_masks.py", 'if facts(mask).get("needs_grad"):', "if False:", "masks"),
     Mutant("runtime/graphs/mask_kernels.py", "key = tuple(id(arguments[name]) for name in self.reads)", "key = ()",
@@ -189,6 +189,13 @@ MUTANTS = [
            "with saved_tensors_hooks(lambda t: t, lambda t: t), Allocated() as forward:", "memory"),
     Mutant("cost/predict/operator_work.py", "ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep",
            "ranks = self.cp**powers.cp * self.ep**powers.ep", "formula search simulate one_number"),
+    # optimizers of full tensors
+    Mutant("runtime/optimizers/owner_exchange.py", "cut.length(own if index is None or position < level - 1 else index)",
+           "cut.length(own)", "partitioned_optimizer"),
+    Mutant("runtime/optimizers/partitioned_optimizer.py", "            _copy_options(group, inner)", "            pass",
+           "partitioned_optimizer"),
+    Mutant("runtime/optimizers/full_tensor_update.py", "values[name].copy_(shard)", "values[name].add_(shard)",
+           "partitioned_optimizer"),
 ]  # fmt: skip
 
 
