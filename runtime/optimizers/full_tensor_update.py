@@ -74,13 +74,8 @@ class FullTensorUpdate:
         sharded = [(t.name, t.shape, t.splits) for t in tensors if t.splits and t.name in full]
         self.sharded = assign_owners(sharded, mesh, coordinates)
         self.owned = {tensor.name for tensor in self.sharded if tensor.is_mine}
-        names = {tensor.name for tensor in self.sharded}
-        self.parameters = {
-            tensor.name: placeholder(tensor.values, tensor.shape)
-            if tensor.name in names
-            else nn.Parameter(tensor.values.detach())
-            for tensor in tensors
-        }
+        self.sharded_names = {tensor.name for tensor in self.sharded}
+        self.parameters = {tensor.name: self._parameter(tensor) for tensor in tensors}
         self.optimizers = make(list(self.parameters.items()))
         optimizer_of = {id(p): optimizer for optimizer in self.optimizers for p in parameters_of(optimizer)}
         self._optimizer_of = {name: optimizer_of[id(p)] for name, p in self.parameters.items() if id(p) in optimizer_of}
@@ -109,7 +104,7 @@ class FullTensorUpdate:
         for name, parameter in self.parameters.items():
             parameter.grad = None
             if name in full_values:
-                parameter.data = self._placeholder(name).data
+                parameter.data = self._parameter(self.tensors[name]).data
 
     def zero_grad(self) -> None:
         """Remove the gradients of all parameters that an optimizer updates."""
@@ -123,14 +118,13 @@ class FullTensorUpdate:
         owner.
         """
         described = {
-            name: {key: self._describe(name, key, value) for key, value in self.state_of(name).items()}
+            name: {key: self._describe(name, key, value) for key, value in self._state_of(name).items()}
             for name in self.owned
             if self._has_state(name)
         }
         gathered = yield GatherObjects(described)
-        sharded = {tensor.name for tensor in self.sharded}
-        entries = {name: row for rows in gathered for name, row in rows.items() if name in sharded}
-        state: StateByName = {name: self.state_of(name) for name in self.names_with_state() if name not in sharded}
+        entries = {name: row for rows in gathered for name, row in rows.items() if name in self.sharded_names}
+        state: StateByName = dict(self.local_state())
         state |= {name: {key: entry.value for key, entry in row.items()} for name, row in entries.items()}
         keys = dict.fromkeys(key for row in entries.values() for key, entry in row.items() if entry.dtype is not None)
         for key in sorted(keys):
@@ -139,19 +133,19 @@ class FullTensorUpdate:
                 for name, row in entries.items()
                 if key in row and row[key].dtype is not None
             }
-            full = {name: self.state_of(name)[key] for name in like if name in self.owned}
+            full = {name: self._state_of(name)[key] for name in like if name in self.owned}
             for name, shard in (yield from from_owners(full, like, self.sharded)).items():
                 state[name][key] = shard
         return state
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
         """Load the result of `shared_state`. Tensors without an entry get no state."""
-        sharded = {tensor.name for tensor in self.sharded}
         for name, optimizer in self._optimizer_of.items():
             optimizer.state.pop(self.parameters[name], None)
-            if name in state and (name in self.owned or name not in sharded):
+            is_sharded = name in self.sharded_names
+            if name in state and (name in self.owned or not is_sharded):
                 # Copied: all ranks of a lock step get the same objects.
-                values = copy.deepcopy(state[name]) if name in sharded else state[name]
+                values = copy.deepcopy(state[name]) if is_sharded else state[name]
                 optimizer.state[self.parameters[name]] = dict(values)
         of_sharded = [tensor for tensor in self.sharded if tensor.name in state]
         for key in sorted({key for tensor in of_sharded for key in state[tensor.name]}):
@@ -161,20 +155,21 @@ class FullTensorUpdate:
                 and value.shape == self.tensors[tensor.name].values.shape
             }  # fmt: skip
             for name, full in (yield from to_owners(shards, of_sharded)).items():
-                self.state_of(name)[key] = full
+                self._state_of(name)[key] = full
 
-    def names_with_state(self) -> list[str]:
-        """Return the names of tensors whose optimizer state is on this rank."""
-        return [name for name in self.tensors if self._has_state(name)]
+    def local_state(self) -> StateByName:
+        """Return the optimizer state of the tensors that are updated as shards, as {name: {key: value}}."""
+        names = [name for name in self.tensors if name not in self.sharded_names and self._has_state(name)]
+        return {name: self._state_of(name) for name in names}
 
-    def _placeholder(self, name: str) -> nn.Parameter:
-        return placeholder(self.tensors[name].values, self.tensors[name].shape)
+    def _parameter(self, tensor: LocalTensor) -> nn.Parameter:
+        is_full = tensor.name in self.sharded_names
+        return placeholder(tensor.values, tensor.shape) if is_full else nn.Parameter(tensor.values.detach())
 
     def _has_state(self, name: str) -> bool:
         return name in self._optimizer_of and self.parameters[name] in self._optimizer_of[name].state
 
-    def state_of(self, name: str) -> dict[str, Any]:
-        """Return the optimizer state of a tensor, which this rank updates."""
+    def _state_of(self, name: str) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer_of[name].state[self.parameters[name]]
         return state
 

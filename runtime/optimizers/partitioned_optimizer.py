@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from autopart.compat.torch_function_internals import full_values, on_local_values
 from autopart.errors import UsageError
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.optimizers.full_tensor_update import FullTensorUpdate
+from autopart.runtime.optimizers.full_tensor_update import FullTensorUpdate, StateByName
 from autopart.runtime.optimizers.owner_exchange import run_on_groups
 
 
@@ -40,7 +40,7 @@ class PartitionedOptimizer(Optimizer):
         defaults = {
             key: value for optimizer in reversed(update.optimizers) for key, value in optimizer.defaults.items()
         }
-        self._is_complete = False
+        self._is_complete = self._has_state = False
         super().__init__(groups, defaults)
         self._is_complete = True
 
@@ -55,6 +55,7 @@ class PartitionedOptimizer(Optimizer):
             _copy_options(group, inner)
         with torch.no_grad():
             run_on_groups(self._update.step(), self._process)
+        self._has_state = True
         for group, inner in zip(self.param_groups, self._inner_groups, strict=True):
             _copy_options(inner, group)
         self._show_local_state()
@@ -73,6 +74,7 @@ class PartitionedOptimizer(Optimizer):
         by_name = {self._names[id(parameter)]: values for parameter, values in self.state.items()}
         with torch.no_grad():
             run_on_groups(self._update.load_state(by_name), self._process)
+        self._has_state = bool(by_name)
         self._show_local_state()
 
     @contextmanager
@@ -108,11 +110,10 @@ class PartitionedOptimizer(Optimizer):
 
         torch takes an optimizer with an empty `state` for one that has not run yet.
         """
+        state: StateByName = {name: {} for name in self._update.sharded_names} if self._has_state else {}
+        state |= self._update.local_state()
         self.state.clear()
-        sharded = {tensor.name for tensor in self._update.sharded}
-        for name in self._update.names_with_state():
-            values = {} if name in sharded else self._update.state_of(name)
-            self.state[self._parameters[name]] = values
+        self.state.update({self._parameters[name]: values for name, values in state.items()})
 
 
 def _copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:

@@ -96,6 +96,7 @@ def in_turn(cases: list[tuple[str, str, str, dict[str, Any]]]) -> None:
         model, batch = BUILD[name]()
         pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
         optimizer = make(kind, pm)
+        assert not optimizer.state_dict()["state"] and not optimizer.state
         train(pm, optimizer, batch, 2)
         same(pm.full_state_dict(), expected.state_dict(), what)
         full = pm.full_optimizer_state_dict(optimizer)

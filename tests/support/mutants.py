@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant("cost/predict/operator_work.py", "ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep",
            "ranks = self.cp**powers.cp * self.ep**powers.ep", "formula search simulate one_number"),
     # optimizers of full tensors
-    Mutant("runtime/optimizers/owner_exchange.py", "cut.length(own if index is None or position < level - 1 else index)",
-           "cut.length(own)", "partitioned_optimizer"),
+    Mutant("runtime/optimizers/owner_exchange.py", "own if index is None or position < level - 1 else index", "own",
+           "partitioned_optimizer"),
     Mutant("runtime/optimizers/partitioned_optimizer.py", "            _copy_options(group, inner)", "            pass",
            "partitioned_optimizer"),
     Mutant("runtime/optimizers/full_tensor_update.py", "values[name].copy_(shard)", "values[name].add_(shard)",
