@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-models demo test test-fast test-all fuzz replay mutants check gpu-test bench golden-update
+.PHONY: help setup setup-models setup-integrations demo test test-fast test-all fuzz replay mutants check gpu-test bench golden-update
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ setup: $(STAMP)  ## create .venv with autopart (editable) and the development to
 
 setup-models: $(STAMP)  ## add the packages whose models `benchmarks/coverage.py --by-others` runs
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq --no-deps -r benchmarks/by_others/requirements.txt
+
+setup-integrations: $(STAMP)  ## add Lightning and TRL, whose tests skip without them
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt -e '.[dev,integrations]'
 
 demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py

@@ -15,7 +15,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopart.api import parallelize, plan, verify_loop
+    from autopart.api import from_pretrained, parallelize, plan, verify_loop
     from autopart.cli.doctor import Diagnosis, doctor
     from autopart.cost.formula.plan_cost import crossover
     from autopart.cost.predict.simulate import Simulation, simulate
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "LoopVerification", "Mesh",
     "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification", "calibrate", "check_rule", "crossover",
-    "doctor", "host_function", "parallelize", "pins_from", "plan", "rule", "search", "search_blocks", "simulate",
-    "verify", "verify_loop",
+    "doctor", "from_pretrained", "host_function", "parallelize", "pins_from", "plan", "rule", "search",
+    "search_blocks", "simulate", "verify", "verify_loop",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _MODULE_OF = {
     "Simulation": "cost.predict.simulate", "Verification": "proof.verify",
     "calibrate": "extras.calibrate", "check_rule": "proof.rules.user_rules", "crossover": "cost.formula.plan_cost",
         "doctor": "cli.doctor",
-    "host_function": "tracing.dynamic.host_functions", "parallelize": "api",
+    "from_pretrained": "api", "host_function": "tracing.dynamic.host_functions", "parallelize": "api",
     "pins_from": "extras.interop", "plan": "api", "rule": "proof.rules.user_rules", "search": "tuning.search",
     "search_blocks": "extras.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
     "verify_loop": "api",

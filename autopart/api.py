@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+import torch.distributed as dist
 from torch import nn
 
-from autopart.errors import InputError, OptionError
+from autopart.common.hub import Pretrained, pretrained_folder
+from autopart.errors import InputError, MeshError, OptionError
 from autopart.integrations import connect_imported_libraries
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
@@ -30,6 +33,7 @@ from autopart.plans.plan import Plan
 from autopart.proof.training_loop.verify_loop import LoopVerification, prove
 from autopart.recipe.compiler import Compiler
 from autopart.recipe.make_plan import can_be_folded, make_plan, prepare
+from autopart.recipe.pretrained_model import meta_model
 from autopart.recipe.sizes.example_lengths import ExampleLengths, read_lengths
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.training.layers import LayerProxy
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
 @with_options(RunOptions)
 def parallelize(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int,
+    mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int | None = None,
     *,
     example_args: tuple = (),
     example_kwargs: Mapping[str, Any] | None = None,
@@ -60,7 +64,7 @@ def parallelize(
     Args:
         model: any traceable module with its weights, or on `meta` with `weights=`.
         mesh: `{"dp": 2, "tp": 2}`, `"dp2,tp2"`, a DeviceMesh with named dims, or a number of devices (then
-            `autopart.search` chooses the axes).
+            `autopart.search` chooses the axes).  [default: that of `plan`, or the number of processes]
         example_args, example_kwargs: one call of the model. Its batch is the global batch; with `local_batch`, the
             samples of one data rank.
         plan: a Plan, or the path of one; then nothing is chosen.
@@ -74,6 +78,8 @@ def parallelize(
     _check_model(model)
     asked = read_options(parallelize, options)
     chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if mesh is None:
+        mesh = _number_of_processes() if chosen is None else chosen.mesh_object()
     if type(mesh) is int and chosen is None:
         chosen, asked = _searched(model, mesh, example_args, example_kwargs, asked)
     sizes = Mesh.parse(chosen.mesh_object() if type(mesh) is int and chosen is not None else mesh)
@@ -84,6 +90,50 @@ def parallelize(
         compiler.trace_example(example_args, example_kwargs or {})  # trace; make or read the plan
     # Shard the weights, bind mesh axes to process groups. Each new call is traced and its program is written.
     return _module(full_model, mesh, sizes, compiler, weights)
+
+
+@with_options(RunOptions)
+def from_pretrained(
+    name_or_folder: str | Path,
+    mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int | None = None,
+    *,
+    task: str | type | None = None,
+    dtype: Any = None,
+    revision: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    example_args: tuple = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    **options: Unpack[RunOptions],
+) -> ParallelModule:
+    """Partition a pretrained model of transformers. Each rank reads only its shards of the weights.
+
+    As `from_pretrained` of transformers, it returns the model in eval mode: call `pm.train()` before training.
+    Parameters that the files lack, such as a new classification head, are initialised from torch's random state, which
+    must be equal on every rank.
+
+    Args:
+        name_or_folder: a folder with `config.json` and safetensors files, or a name on the Hugging Face hub. Files of
+            the hub come from its local cache or from the network.
+        mesh, example_args, example_kwargs, plan: as `parallelize`.
+        task: a task such as "causal-lm" or "sequence-classification", or a class of transformers.  [default: the class
+            that the config names]
+        dtype: dtype of the parameters.  [default: that of the config]
+        revision: branch, tag or commit on the hub.
+        config: changes to the config, such as {"num_labels": 3}.
+        **options: `RunOptions`.
+    Raises CheckpointError if the files cannot be read or do not fit, and the errors of `parallelize`.
+
+    Example (under `torchrun --nproc-per-node 4`):
+        >>> pm = autopart.from_pretrained("openai-community/gpt2", "dp2,tp2")    # doctest: +SKIP
+    """
+    if options.get("weights") is not None:
+        raise OptionError("from_pretrained() has no option weights=", why="the weights are those of the folder",
+                          hint="parallelize(model, mesh, weights=...)")  # fmt: skip
+    folder = pretrained_folder(name_or_folder, revision=revision)
+    model = meta_model(folder, task, dtype, dict(config or {}))
+    given: Any = {**options, "weights": Pretrained(folder)}
+    return parallelize(model, mesh, example_args=example_args, example_kwargs=example_kwargs, plan=plan, **given)
 
 
 @with_options(PlanOptions)
@@ -175,6 +225,16 @@ def verify_loop(
     given = {name: value for name, value in example.items() if value}
     asked = {"rng": "exact", **options, **({} if plan is None else {"plan": plan})}
     return prove(fn, sizes, model, batches, parallelize, given, asked, tolerance, time_limit_s)
+
+
+def _number_of_processes() -> int:
+    """Return the number of processes of the launcher. Raises MeshError if there is none."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if "WORLD_SIZE" not in os.environ:
+        raise MeshError("no mesh is given", why="without one, autopart searches a mesh for all processes of torchrun",
+                        hint="torchrun --nproc-per-node 4 script.py, or mesh='dp2,tp2'")  # fmt: skip
+    return int(os.environ["WORLD_SIZE"])
 
 
 def _check_model(model: Any) -> None:

@@ -23,6 +23,7 @@ from autopart.ir.program import Program
 from autopart.plans.rank_digest import TIMEOUT_S
 from autopart.runtime.batch.lookup_checks import LookupChecks
 from autopart.runtime.batch.loss_module import Criterion, named_criterion
+from autopart.runtime.batch.step_metrics import MetricsMethods, StepMeter
 from autopart.runtime.checkpoint.full_optimizer import OptimizerStateMethods
 from autopart.runtime.checkpoint.optimizer_state import connect_state_dicts
 from autopart.runtime.checkpoint.pretrained_folder import PretrainedFolderMethods
@@ -88,16 +89,9 @@ class ProgramSource(Protocol):
         """The plan of all programs."""
 
     def program(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        purpose: Purpose,
-        training: bool,
-        settings: Settings = NO_SETTINGS,
-        loss_fn: Callable[..., Tensor] | None = None,
-        target: Any = None,
-    ) -> tuple[Program, tuple[Tensor, ...]]:
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, purpose: Purpose, training: bool,
+        settings: Settings = NO_SETTINGS, loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
+    ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
         """Return the program for a call, and the call's tensors in `input_names` order.
 
         Raises InputError or TraceError for a call that the model does not support.
@@ -123,7 +117,7 @@ class ProgramSource(Protocol):
 
 class ParallelModule(
     GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, optimizer_methods.OptimizerMethods,
-    OptimizerStateMethods, PretrainedFolderMethods, FlushMethods, ModuleMethods,
+    OptimizerStateMethods, PretrainedFolderMethods, FlushMethods, MetricsMethods, ModuleMethods,
 ):  # fmt: skip
     """A model partitioned over a device mesh.
 
@@ -438,6 +432,7 @@ class ParallelModule(
         self._called.add(program)
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new or compiles or self._in_flight.is_cold)
+        self._meter.begin(inputs if purpose != "forward" or torch.is_grad_enabled() else (), is_new or compiles)
         rows = min((tensors[name].size(0) for name in program.row_inputs or ()), default=0)
         tensors = {**tensors, **criterion}
         trains = purpose != "step" or backward_hooks.trains(self._local_parameters, inputs)
@@ -534,6 +529,7 @@ class ParallelModule(
         stage_style = stage_style_of(self._schedule)
         self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)
+        self._meter = StepMeter(self.num_data_ranks if self._local_batch else 1)
         self._data_sync = GradientSync(self._process)
         self._unreduced = NoSync(self._process, stage_style, lambda: self._data_sync.reduce_by_method())
         self._begin_flight(self._schedule, scales_loss=self._loss_scaling is not None)

@@ -20,10 +20,12 @@ from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, Comma
 from autopart.common.extras import load_extra
 from autopart.common.files import check_writable
 from autopart.common.progress import phase
+from autopart.common.text import indented
 from autopart.errors import OptionError, PlanError
 from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
 from autopart.plans.headlines import headlines
 from autopart.plans.plan import WRITABLE, Plan, schema
+from autopart.show.nodes import node_lines
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH})
@@ -65,7 +67,11 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
         return
     new_plan.save(output)
     wrote = f"wrote {output}: {new_plan.model['class']} on {new_plan.mesh_object()}; autopart explain {output}"
-    tell(as_json, {"wrote": output, **facts(new_plan)}, "\n".join([wrote, *headlines(new_plan)]))
+    tell(
+        as_json,
+        {"wrote": output, **facts(new_plan)},
+        "\n".join([wrote, *headlines(new_plan), *indented(node_lines(new_plan))]),
+    )
 
 
 @main.command()

@@ -17,6 +17,7 @@ from autopart.ir.mesh import Mesh
 from autopart.options import OPTIONS, Options, PlanOptions, names_of
 from autopart.plans.headlines import fits, step_size
 from autopart.plans.plan import Plan
+from autopart.show.nodes import node_lines
 
 if TYPE_CHECKING:
     from autopart.recipe.model_source import ModelSource
@@ -60,7 +61,8 @@ MODEL = _options(
     click.option(
         "--hf-config",
         metavar="NAME|PATH",
-        help="A transformers config.json, or gpt2, llama-8b, mixtral-8x7b, ...; random weights, random tokens.",
+        help="A transformers config.json, its folder, a name on the Hugging Face hub, or gpt2, llama-8b, mixtral-8x7b, "
+        "...; random weights, random tokens.",
     ),
     click.option("--batch", type=click.IntRange(1), help="Rows of the global batch, for --hf-config.  [default: 8]"),
     click.option(
@@ -195,5 +197,5 @@ def facts(plan: Plan) -> dict[str, Any]:
         "schedule": asdict(plan.schedule), "recompute": plan.recompute, "compile": plan.compile,
         "hardware": plan.hardware, "cost": dict(plan.cost), "memory": list(plan.memory), "stages": list(plan.stages),
         "collectives": [asdict(row) for row in plan.collectives], "notes": list(plan.notes),
-        "step": step_size(plan), "fits": fits(plan),
+        "step": step_size(plan), "fits": fits(plan), "nodes": node_lines(plan),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Training libraries that train partitioned models: accelerate and transformers.
+"""Training libraries that train partitioned models: accelerate, transformers, TRL, PEFT and Lightning.
 
 Each module of this package imports its library and connects it. `parallelize` imports the modules of the libraries that
 the program has imported before. `import autopart.integrations.transformers` connects a library explicitly.
@@ -10,7 +10,9 @@ import contextlib
 import importlib
 import sys
 
-LIBRARIES = {"accelerate": "accelerate.accelerator", "transformers": "transformers.trainer"}
+LIBRARIES = {
+    "accelerate": "accelerate.accelerator", "transformers": "transformers.trainer", "peft": "peft.peft_model",
+}  # fmt: skip
 """{module of this package: module of the library}."""
 
 

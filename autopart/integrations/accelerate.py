@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend, recursively_apply
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from autopart.errors import UsageError
+from autopart.integrations.sharded_checkpoint import load_sharded, save_sharded
 from autopart.runtime.gradients.no_sync import sharded_error
 from autopart.runtime.module import ParallelModule
 
@@ -57,6 +56,8 @@ class PartitionedAccelerator(Accelerator):
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """Register the partitioned model. It is neither wrapped nor moved."""
+        if isinstance(model, ParallelModule) and evaluation_mode:
+            return model
         if model is not self.partitioned:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if not any(model is known for known in self._models):
@@ -172,7 +173,7 @@ class PartitionedAccelerator(Accelerator):
         """
         with self._without_model_and_optimizers():
             folder = super().save_state(output_dir, **kwargs)
-        save_sharded(self.partitioned, self._optimizers, folder)
+        save_sharded(self.partitioned, [torch_optimizer(one) for one in self._optimizers], Path(folder) / STATE)
         return folder
 
     def load_state(self, input_dir: Any = None, **kwargs: Any) -> None:
@@ -182,7 +183,7 @@ class PartitionedAccelerator(Accelerator):
         if input_dir is None:
             folders = (Path(self.project_dir) / "checkpoints").iterdir()
             input_dir = max(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
-        load_sharded(self.partitioned, self._optimizers, input_dir)
+        load_sharded(self.partitioned, [torch_optimizer(one) for one in self._optimizers], Path(input_dir) / STATE)
 
     @contextlib.contextmanager
     def _without_model_and_optimizers(self) -> Iterator[None]:
@@ -269,22 +270,8 @@ def precision_of(module: ParallelModule) -> str | None:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", None: None}.get(compute, str(compute))
 
 
-def save_sharded(module: ParallelModule, optimizers: list[Any], folder: str | Path) -> None:
-    """Save the shards of a model and its optimizers by `torch.distributed.checkpoint`. A collective call."""
-    weights, moments = get_state_dict(module, [_torch_optimizer(one) for one in optimizers])
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=Path(folder) / STATE)
-
-
-def load_sharded(module: ParallelModule, optimizers: list[Any], folder: str | Path) -> None:
-    """Load the result of `save_sharded`, on any mesh. A collective call."""
-    torch_optimizers = [_torch_optimizer(one) for one in optimizers]
-    weights, moments = get_state_dict(module, torch_optimizers)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=Path(folder) / STATE)
-    set_state_dict(module, torch_optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of torch in an optimizer of accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -310,7 +297,8 @@ def _adopt_first(name: str) -> None:
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules = [one for one in (*args, *kwargs.values()) if isinstance(one, ParallelModule)]
-        if not modules:
+        is_reference = isinstance(self, PartitionedAccelerator) and kwargs.get("evaluation_mode", False)
+        if not modules or is_reference:
             return original(self, *args, **kwargs)
         is_new = not isinstance(self, PartitionedAccelerator)
         for module in modules:

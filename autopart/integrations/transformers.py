@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils.generic import can_return_loss, find_labels
 
 from autopart.errors import UsageError
-from autopart.integrations.accelerate import STATE, adopt, load_sharded, save_sharded
+from autopart.integrations.accelerate import STATE, adopt, torch_optimizer
+from autopart.integrations.sharded_checkpoint import load_sharded, save_sharded
+from autopart.integrations.trl import connect_trainer
 from autopart.runtime.module import ParallelModule
 
 SCHEDULER, TRAINING_ARGS = "scheduler.pt", "training_args.bin"
 REFUSED = {
-    "gradient_checkpointing": "parallelize(..., recompute='full')",
     "activation_checkpointing": "parallelize(..., recompute='full')",
+    "gradient_checkpointing": "parallelize(..., recompute='full')",
     "torch_compile": "parallelize(..., compile=True)",
     "use_liger_kernel": "apply the kernels to the model before parallelize()",
     "neftune_noise_alpha": "add the noise in the model's forward, before parallelize()",
@@ -38,6 +41,10 @@ REFUSED = {
     "parallelism_config": "the mesh of parallelize(model, 'dp2,tp2')",
 }
 """{option of TrainingArguments: what to use with a partitioned model}."""
+
+
+class TrainerMetrics(TrainerCallback):
+    """Callback that adds `pm.metrics()` to each log of a training loss, as `autopart/mfu` and so on."""
 
 
 class PartitionedTrainer(Trainer):
@@ -75,7 +82,11 @@ class PartitionedTrainer(Trainer):
         self.model_accepts_loss_kwargs = getattr(inner, "accepts_loss_kwargs", takes_any)
 
     def _set_signature_columns_if_needed(self: Any) -> None:
-        if self._signature_columns is None:
+        """Use the columns that the user's model takes, unless the trainer's class chooses them."""
+        inherited = super()._set_signature_columns_if_needed
+        if inherited.__func__ is not Trainer._set_signature_columns_if_needed:
+            inherited()
+        elif self._signature_columns is None:
             inputs = inspect.signature(self._users_model().forward).parameters
             self._signature_columns = list(dict.fromkeys([*inputs, "label", "label_ids", *self.label_names]))
 
@@ -167,6 +178,12 @@ class PartitionedTrainer(Trainer):
         share = self.accelerator.num_processes / max(1, self.args.world_size)
         return self._flops_per_element * inputs[name].numel() * share
 
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log values, and the metrics of the partitioned model for `TrainerMetrics`."""
+        if "loss" in logs and any(isinstance(one, TrainerMetrics) for one in self.callback_handler.callbacks):
+            logs |= {f"autopart/{name}": value for name, value in self.model.metrics().items()}
+        super().log(logs, *args, **kwargs)
+
     # --- saving --------------------------------------------------------------------------------------------------
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -182,7 +199,7 @@ class PartitionedTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        save_sharded(self.model, [self.optimizer], output_dir)
+        save_sharded(self.model, [torch_optimizer(self.optimizer)], Path(output_dir) / STATE)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -208,7 +225,7 @@ class PartitionedTrainer(Trainer):
                 why=f"there is no folder {STATE}: another trainer saved it, or save_only_model=True",
                 hint="resume from a checkpoint of a partitioned model; from_pretrained loads the weights of this one",
             )
-        load_sharded(self.model, [self.optimizer], checkpoint)
+        load_sharded(self.model, [torch_optimizer(self.optimizer)], Path(checkpoint) / STATE)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
@@ -246,18 +263,25 @@ def connect() -> None:
     def initialise(self: Any, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         if not isinstance(model, ParallelModule):
             return original(self, model, args, *rest, **options)
-        _check(args, options)
+        _check(args, options, model)
         if not isinstance(self, PartitionedTrainer):
             kind: Any = type(self)
             self.__class__ = partitioned(kind)
+            connect_trainer(kind)
         original(self, model, args, *rest, **options)
         self._inspect_partitioned()
 
     Trainer.__init__ = initialise
 
 
-def _check(args: Any, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for options of Trainer that do not work with a partitioned model."""
+def _check(args: Any, options: Mapping[str, Any], model: ParallelModule) -> None:
+    """Raise UsageError for options of Trainer that do not work with a partitioned model.
+
+    Gradient checkpointing, a default of TRL, is switched off if the model is partitioned with `recompute=`.
+    """
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # one is an alias of the other
+        if getattr(args, name, False) and model.plan.recompute != "none":
+            setattr(args, name, False)
     if options.get("model_init") is not None:
         raise UsageError("model_init= does not work with a partitioned model",
                          why="a hyperparameter search would partition a model per trial",

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from autopart.common.files import read_text
+from autopart.common.hub import pretrained_folder
 from autopart.common.progress import phase
 from autopart.common.scoped import default_dtype
 from autopart.compat.torch_internals import tree_map
-from autopart.errors import InputError, OptionError
+from autopart.errors import CheckpointError, InputError, OptionError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -187,17 +188,25 @@ def config_names() -> list[str]:
 
 
 def _config_path(named: str | Path) -> Path:
-    """Return the file of a config: a shipped one by name, or a path. Raises InputError if there is none."""
+    """Return the file of a config: a shipped one by name, a path, or a file on the hub.
+
+    Raises InputError if there is none.
+    """
     path = Path(named)
+    if path.is_dir() and (path / "config.json").is_file():
+        return path / "config.json"
     if path.exists() or path.suffix == ".json":
         return path
     if str(named) in config_names():
         return CONFIGS / f"{named}.json"
-    raise InputError(
-        f"there is no config at {named}",
-        why="it is neither a file nor a config that autopart ships; configs are not downloaded",
-        hint=f"one of {', '.join(config_names())}, or the path of a config.json",
-    )
+    try:
+        return pretrained_folder(str(named), weights=False) / "config.json"
+    except CheckpointError as error:
+        raise InputError(
+            f"there is no config at {named}",
+            why=f"it is no file, no config that autopart ships, and not on the hub: {error.why}",
+            hint=f"one of {', '.join(config_names())}, the path of a config.json, or a name such as Qwen/Qwen3-0.6B",
+        ) from None
 
 
 def _longest(config: Any) -> int | None:

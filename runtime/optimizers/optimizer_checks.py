@@ -63,7 +63,7 @@ Lists optimizers that need the parameters of all ranks, such as LBFGS.
 @cache
 def patch_optimizers() -> None:
     """Make optimizers that cannot train shards raise OptionError at their first step on shards."""
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
+    register_optimizer_step_pre_hook(_before_step)
     for name in ELEMENTWISE:
         step_on_shards(getattr(torch.optim, name))
 
@@ -83,17 +83,39 @@ def step_on_shards(kind: Any) -> None:
 def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the step of an elementwise optimizer, so that it runs on local shards.
 
-    In a step with a closure, which is user code, parameters behave as full tensors.
+    In a closure, which is user code, parameters behave as full tensors.
     """
 
     @functools.wraps(step)
     def run(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+        loss = None
         if closure is not None:
-            return step(self, closure)
+            with torch.enable_grad():
+                loss = closure()
         with local_values():
-            return step(self)
+            step(self)
+        return loss
 
     return run
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Check an optimizer before its step, and gradients that a closure computes after the closure.
+
+    Returns the changed arguments of `step`, or None.
+    """
+    is_keyword = kwargs.get("closure") is not None
+    closure = kwargs["closure"] if is_keyword else args[1] if len(args) > 1 else None
+    _check(optimizer, has_gradients=not callable(closure))
+    if not callable(closure):
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _check(optimizer)
+        return loss
+
+    return (args, {**kwargs, "closure": checked}) if is_keyword else ((args[0], checked, *args[2:]), kwargs)
 
 
 _CHECKED: Any = WeakIdKeyDictionary()
@@ -101,13 +123,16 @@ _CHECKED: Any = WeakIdKeyDictionary()
 
 
 @on_local_values
-def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptionError if an optimizer cannot train shards, UsageError if gradients are unreduced."""
+def _check(optimizer: torch.optim.Optimizer, has_gradients: bool = True) -> None:
+    """Raise OptionError if an optimizer cannot train shards, UsageError if gradients are unreduced.
+
+    `has_gradients`: False before a closure computes them.
+    """
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
         check_not_originals(parameters, f"{type(optimizer).__name__}.step()")
-    else:
+    elif has_gradients:
         check_reduced(process, f"{type(optimizer).__name__}.step()")
     if _CHECKED.get(optimizer) == len(parameters):
         return

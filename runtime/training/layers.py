@@ -22,6 +22,10 @@ _BUFFER_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
 """Methods of torch's layers that work on a LayerProxy too: they write only replicated buffers."""
 
 
+READ_PROPERTIES = ("dtype", "is_activation_checkpointing", "is_gradient_checkpointing")
+"""Properties of transformers models that do not change after the model is partitioned."""
+
+
 class ModuleProxy(nn.Module):
     """A module that represents a model or a layer of it. Users can set only its mode and plain attributes.
 
@@ -326,8 +330,8 @@ def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
     weights.
     """
     kind = type(layer).__name__
-    if name == "dtype" and isinstance(getattr(layer, name, None), torch.dtype):
-        return getattr(layer, name)  # a property of transformers: the dtype of the parameters, which does not change
+    if name in READ_PROPERTIES and isinstance(getattr(layer, name, None), (torch.dtype, bool)):
+        return getattr(layer, name)
     static = inspect.getattr_static(layer, name, None)
     own = name in vars(layer)
     is_value = own or not (callable(static) or hasattr(static, "__get__"))

@@ -28,8 +28,8 @@ COMPILED = (
 )
 WRAPPERS_HINT = "use the mesh axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself, and zero=3 is FSDP"
 LIBRARIES_HINT = "; for Trainer and Accelerator, import autopart.integrations.transformers or .accelerate before them"
-READ_METHODS = ("num_parameters", "get_input_embeddings", "get_output_embeddings")
-"""Methods of transformers models that read only shapes and layers. They run on the model without its weights."""
+READ_METHODS = ("num_parameters", "get_input_embeddings", "get_output_embeddings", "add_model_tags")
+"""Methods of transformers models that use only shapes, layers and tags. They run on the model without its weights."""
 _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies", "_modes")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ class SignedForward:
         if module is None:
             return self.function
         return types.MethodType(module.__dict__.get("_signed_forward", self.function), module)
+
+
+@contextmanager
+def calling_instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Run `function(module, ...)` in place of `forward` when the module is called in this block."""
+    forward, module.__dict__["_signed_forward"] = module.__dict__["_signed_forward"], function
+    try:
+        yield
+    finally:
+        module.__dict__["_signed_forward"] = forward
 
 
 def forward_signed_as(kind: type[nn.Module], model: nn.Module) -> Callable[..., Any]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from autopart.common.empty_tensors import emptied
+from autopart.common.hub import Pretrained, pretrained_folder
 from autopart.errors import AutopartError, CheckpointError
 from autopart.ir.graph import DTYPE_NAMES
-from autopart.ir.sharding import boxes, spans_of
+from autopart.ir.sharding import boxes, local_shard_of, spans_of
 from autopart.runtime.weights import transformers_names
 from autopart.runtime.weights.deferred_init import Constructor, LocalSplits, buffers_and_attributes, constructor_of
 from autopart.runtime.weights.lazy_tensors import LazyTensor
@@ -150,9 +151,13 @@ class Construction:
 
 
 class Checkpoint:
-    """Source of a model's weights: a checkpoint in safetensors files."""
+    """Source of a model's weights: a checkpoint in safetensors files.
 
-    def __init__(self, model: nn.Module, path: str | Path):
+    If the source is `Pretrained`, parameters that the files lack are initialised as by `from_pretrained`.
+    """
+
+    def __init__(self, model: nn.Module, source: str | Path | Pretrained):
+        path = source.path if isinstance(source, Pretrained) else pretrained_folder(source)
         self._files = SafetensorsFiles(path)
         self.subject = (SUBJECT, self._files.text)
         self._build = constructor_of(model)
@@ -162,13 +167,22 @@ class Checkpoint:
         self._have_values = {name for name, tensor in known.items() if not tensor.is_meta}
         tensors, extra = self._match(model)
         missing = self._take(model, tensors)
+        self._initialised: dict[str, Tensor] = {}
+        if isinstance(source, Pretrained) and missing:
+            self._initialised = transformers_names.initialised(model, missing)
+            self.subject = (SUBJECT, f"{self._files.text}, initialised {_digest(self._initialised.values())}")
+            for names in _names_of_each(model):
+                if names[0] in self._initialised:
+                    self._initialised.update(dict.fromkeys(names, self._initialised[names[0]]))
+            missing = [name for name in missing if name not in self._initialised]
         misfits = [
             text
             for name, tensor in sorted(tensors.items())
             for text in _misfits(name, tensor, self._meta_tensors[name])
         ]
         _check_fit(f"the checkpoint at {path}", model, missing, misfits, extra)
-        self.notes = [*_conversions(path, tensors, self._meta_tensors), *_ignored(path, model, extra)]
+        self.notes = [*_conversions(path, tensors, self._meta_tensors), *_ignored(path, model, extra),
+                      *_new(path, self._initialised)]  # fmt: skip
         self._check_ties(path, model, tensors)
 
     def non_parameters(self) -> Mapping[str, Tensor]:
@@ -182,6 +196,9 @@ class Checkpoint:
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         with self._files:
             for name, cut in cuts.items():
+                if name in self._initialised:
+                    yield name, local_shard_of(self._initialised[name], cut).clone()
+                    continue
                 tensor = self._tensors[name]
                 spans = spans_of(tensor.shape, cut)
                 shape = [sum(length for _, length in dim) for dim in spans]
@@ -303,6 +320,18 @@ def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[s
         if extra
         else []
     )
+
+
+def _new(path: str | Path, initialised: Mapping[str, Tensor]) -> list[str]:
+    names = listing(sorted(initialised))
+    return [f"the checkpoint at {path} lacks {names}, initialised with random values. Train them."] if names else []
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Module:

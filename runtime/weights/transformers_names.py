@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy, deepcopy
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autopart.errors import CheckpointError
 from autopart.runtime.weights.lazy_tensors import LazyTensor, UnsupportedByLazyTensor
@@ -62,6 +63,41 @@ def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, La
 def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
     """Return those of `names` that `from_pretrained` requires in a checkpoint."""
     return _without_ignored(model, names, "_keys_to_ignore_on_load_missing")
+
+
+@torch.no_grad()
+def initialised(model: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return {name: value} of parameters, initialised as by `from_pretrained`.
+
+    It draws from torch's CPU generator, in the order in which `from_pretrained` does for parameters that files lack.
+    """
+    if not is_transformers(model):
+        return {}
+    wanted, values = set(names), {}
+    for path, module, owner in _in_order("", model, model):
+        own = {name: f"{path}.{name}".removeprefix(".") for name in module._parameters}
+        own = {name: full for name, full in own.items() if full in wanted}
+        if not own:
+            continue
+        filled = copy(module)
+        filled._parameters = dict(module._parameters)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                twin = nn.Parameter(torch.empty_like(parameter, device="cpu" if name in own else "meta"))
+                twin._is_hf_initialized = name not in own  # type: ignore[attr-defined]
+                filled._parameters[name] = twin
+        owner._init_weights(filled)
+        values.update({full: filled._parameters[name].detach() for name, full in own.items()})
+    return values
+
+
+def _in_order(path: str, module: nn.Module, owner: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield (path, module, model that initialises it), layers before their parents."""
+    library: Any = sys.modules["transformers.modeling_utils"]
+    for name, child in module.named_children():
+        inner = child if isinstance(child, library.PreTrainedModel) else owner
+        yield from _in_order(f"{path}.{name}".removeprefix("."), child, inner)
+    yield path, module, owner
 
 
 def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTensor]:

@@ -167,28 +167,26 @@ def feature(name, model, folder, num_data_ranks=1):
     return cases.trainer(model, folder, kind, copy.deepcopy(options), **{**arguments, **sizes})
 
 
-def features_in_turn(mesh, expected, folder):
-    for name, (log, weights) in expected.items():
-        cases.forget_processes()
-        pm = cases.partitioned(mesh)
-        made = feature(name, pm, f"{folder}/{name}")
-        wrong = cases.differences(cases.trained(made), log)
-        assert not wrong, (mesh, name, wrong)
-        cases.check_weights(pm, weights, f"{mesh} {name}")
-        counts = [one for one in made.callback_handler.callbacks if isinstance(one, Counts)]
-        assert all((one.steps, one.models) == (3, {"ParallelModule"}) for one in counts)
+def train_with_feature(name, mesh, expected, folder):
+    log, weights = expected
+    cases.forget_processes()
+    pm = cases.partitioned(mesh)
+    made = feature(name, pm, folder)
+    wrong = cases.differences(cases.trained(made), log)
+    assert not wrong, (mesh, name, wrong)
+    cases.check_weights(pm, weights, f"{mesh} {name}")
+    counts = [one for one in made.callback_handler.callbacks if isinstance(one, Counts)]
+    assert all((one.steps, one.models) == (3, {"ParallelModule"}) for one in counts)
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
-def test_features_of_the_trainer(mesh, tmp_path):
-    expected = {}
-    for name in FEATURES:
-        cases.forget_processes()
-        num_data_ranks = autopart.Mesh.parse(mesh).data_parallel_size
-        made = feature(name, cases.gpt2(), tmp_path / name, num_data_ranks)
-        expected[name] = (cases.trained(made), copy.deepcopy(made.model.state_dict()))
-    dist.run_ranks(features_in_turn, 2, mesh, expected, str(tmp_path / mesh), timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_the_trainer(name, mesh, tmp_path):
+    cases.forget_processes()
+    made = feature(name, cases.gpt2(), tmp_path / "plain", autopart.Mesh.parse(mesh).data_parallel_size)
+    expected = cases.trained(made), copy.deepcopy(made.model.state_dict())
+    dist.run_ranks(train_with_feature, 2, name, mesh, expected, str(tmp_path / mesh), timeout_s=TIMEOUT_S)
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------

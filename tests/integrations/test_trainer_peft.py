@@ -32,41 +32,39 @@ def adapted(name):
     return get_peft_model(model, CONFIGS[name]())
 
 
-def train_adapters(mesh, options, base, expected):
-    for name, (log, weights) in expected.items():
-        cases.forget_processes()
-        folder = f"{base}/{name}"
-        pm = autopart.parallelize(adapted(name), mesh, example_kwargs=cases.batch(), **options)
-        made = cases.trainer(pm, folder, num_train_epochs=1, save_strategy="steps", save_steps=1)
-        wrong = cases.differences(cases.trained(made), log)
-        assert not wrong, (mesh, name, wrong)
-        cases.check_weights(pm, weights, f"{mesh} {name}")
-        cases.forget_processes()
-        again = autopart.parallelize(adapted(name), mesh, example_kwargs=cases.batch(), **options)
-        made = cases.trainer(again, folder, num_train_epochs=1)
-        cases.trained(made, resume_from_checkpoint=f"{folder}/checkpoint-1")
-        cases.check_weights(again, weights, f"{mesh} {name}, resumed")
-        again.save_pretrained(folder)
+def train_adapter(name, mesh, options, base, expected):
+    log, weights = expected
+    cases.forget_processes()
+    folder = f"{base}/{name}"
+    pm = autopart.parallelize(adapted(name), mesh, example_kwargs=cases.batch(), **options)
+    made = cases.trainer(pm, folder, num_train_epochs=1, save_strategy="steps", save_steps=1)
+    wrong = cases.differences(cases.trained(made), log)
+    assert not wrong, (mesh, name, wrong)
+    cases.check_weights(pm, weights, f"{mesh} {name}")
+    cases.forget_processes()
+    again = autopart.parallelize(adapted(name), mesh, example_kwargs=cases.batch(), **options)
+    made = cases.trainer(again, folder, num_train_epochs=1)
+    cases.trained(made, resume_from_checkpoint=f"{folder}/checkpoint-1")
+    cases.check_weights(again, weights, f"{mesh} {name}, resumed")
+    again.save_pretrained(folder)
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors"):
         again.load_pretrained(base)
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("case", ["tp2", "pp2", "dp2 zero3"])
-def test_adapters_equal_those_of_one_process(case, tmp_path):
+def test_adapters_equal_those_of_one_process(case, name, tmp_path):
     mesh, options = case.split()[0], {"zero": 3} if "zero3" in case else {}
     rows = cases.ROWS * autopart.Mesh.parse(mesh).data_parallel_size
     sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
-    expected = {}
-    for name in CONFIGS:
-        cases.forget_processes()
-        made = cases.trainer(adapted(name), tmp_path / "plain", num_train_epochs=1, **sizes)
-        expected[name] = (cases.trained(made), copy.deepcopy(made.model.state_dict()))
-    dist.run_ranks(train_adapters, 2, mesh, options, str(tmp_path), expected, timeout_s=TIMEOUT_S)
-    for name, (_, weights) in expected.items():
-        model = adapted(name)
-        model.load_state_dict(weights)
-        loaded = PeftModel.from_pretrained(cases.gpt2(), tmp_path / name)
-        with torch.no_grad():
-            right, got = model.eval()(**cases.batch()).logits, loaded.eval()(**cases.batch()).logits
-        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10, msg=name)
+    cases.forget_processes()
+    made = cases.trainer(adapted(name), tmp_path / "plain", num_train_epochs=1, **sizes)
+    log, weights = cases.trained(made), copy.deepcopy(made.model.state_dict())
+    dist.run_ranks(train_adapter, 2, name, mesh, options, str(tmp_path), (log, weights), timeout_s=TIMEOUT_S)
+    model = adapted(name)
+    model.load_state_dict(weights)
+    loaded = PeftModel.from_pretrained(cases.gpt2(), tmp_path / name)
+    with torch.no_grad():
+        right, got = model.eval()(**cases.batch()).logits, loaded.eval()(**cases.batch()).logits
+    torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10, msg=name)

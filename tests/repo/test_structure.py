@@ -82,6 +82,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
 LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.formula.plan_cost")}
+LATE_IMPORTS |= {("autopart.integrations.lightning", "autopart.api")}  # a strategy partitions the model itself
 LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "report")}
 # Imported before a command is known, or to show a plan: torch takes seconds.
 WITHOUT_TORCH = (
@@ -99,6 +100,7 @@ MAX_FUNCTION_LINES = 65
 PRINTING_MODULES = ("autopart.cli.main",)
 TRANSFORMERS_MODULES = (
     "autopart.recipe.model_source",
+    "autopart.recipe.pretrained_model",
     "autopart.runtime.weights.transformers_names",
     "autopart.extras.generation.caches",
     "autopart.extras.generation.generating_model",

@@ -14,7 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
-from autopart.errors import OptionError
+from autopart.errors import OptionError, UsageError
 from autopart.ir.mesh import Mesh
 from autopart.runtime.optimizers import optimizer_checks
 
@@ -237,3 +237,62 @@ def test_hooks_run_outside_of_local_values_of_an_optimizer_that_was_made_before(
     optimizer.step()
     Halves([parameter]).step()
     assert hooks == [False] * 4 and parameter[0] == 0.125
+
+
+class Squares(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)).double()
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def steps_of_closures(options):
+    """SGD and Adagrad with closures, also inside no_sync(): weights equal those of one process."""
+    model, batches = (
+        Squares(),
+        [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(4)],
+    )
+    plain = copy.deepcopy(model)
+    pm = autopart.parallelize(model, "dp2", example_args=(batches[0],), **options)
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        for trained in (plain, pm):
+            optimizer = kind(trained.parameters(), lr=0.1)
+            for x in batches:
+
+                def closure(trained=trained, optimizer=optimizer, x=x):
+                    optimizer.zero_grad()
+                    loss = trained(x)
+                    loss.backward()
+                    return loss
+
+                loss = optimizer.step(closure)
+            assert float(loss) > 0
+    full = pm.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-10, atol=1e-10)
+    if options:
+        return ""
+    with pm.no_sync():
+        pm(batches[0]).backward()
+
+    def in_no_sync():
+        with pm.no_sync():
+            loss = pm(batches[0])
+            loss.backward()
+        return loss
+
+    with pytest.raises(UsageError) as error:
+        optimizer.step(in_no_sync)
+    return str(error.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"zero": 3}, marks=pytest.mark.large)])
+def test_steps_with_a_closure(options):
+    texts = dist.run_ranks(steps_of_closures, 2, options)
+    expected = "Adagrad.step() needs gradients that are reduced over the ranks"
+    assert texts == [expected if not options else ""] * 2

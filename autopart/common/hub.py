@@ -1,0 +1,60 @@
+"""Folders of pretrained models: a path, or the name of a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopart.errors import CheckpointError
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CONFIGS = ("*.json", "*.jinja")
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True)
+class Pretrained(os.PathLike):
+    """Folder for `weights=` whose missing parameters are initialised, as `from_pretrained` does."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def is_hub_name(name: str | Path) -> bool:
+    """Return True for a text such as `openai-community/gpt2` that is no path."""
+    text = str(name)
+    is_file = text.endswith((".json", ".safetensors", ".bin", ".pt"))
+    return isinstance(name, str) and not Path(name).exists() and not is_file and bool(_NAME.fullmatch(text))
+
+
+def pretrained_folder(name: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder of a pretrained model.
+
+    Files of a hub repository come from the local cache or the network.
+
+    Args:
+        name: a path, which is returned unchanged, or a hub name.
+        weights: True to get the weights too, in safetensors files.
+    """
+    if not is_hub_name(name):
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise CheckpointError(f"there is no folder '{name}', and names on the hub need the package huggingface_hub",
+                              hint="pip install huggingface_hub") from None  # fmt: skip
+    patterns = [*_CONFIGS, *(_WEIGHTS if weights else ())]
+    try:
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"there is no folder '{name}', and no such model on the hub or in its local cache",
+            why=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            hint="the path of a folder, or a name such as 'openai-community/gpt2'; "
+            "HF_HUB_OFFLINE=1 uses the cache only",
+        ) from None  # fmt: skip
