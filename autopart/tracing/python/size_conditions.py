@@ -200,7 +200,7 @@ def _conditions_of(operands: Iterable[Any]) -> SizeConditions:
 
 
 def _are_numbers(operands: Iterable[Any]) -> bool:
-    return all(type(_plain(one)) in (int, float) for one in operands)
+    return all(type(_plain(one)) in (int, float, bool) for one in operands)
 
 
 def _traced(result: Any, name: str, operands: tuple[Any, ...]) -> Any:
