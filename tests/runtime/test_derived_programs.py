@@ -76,7 +76,7 @@ def test_a_traced_size_is_an_int_that_records_decisions():
     assert half == 12 and half > 3 and not length % 2 and max(length, 30) == 30 and length in {24: 1} and [0] * length
     assert {c.name for c in conditions} >= {"floordiv", "eq", "gt", "mod", "ne"} and all(c.holds for c in conditions)
     assert length / 5 == 4.8 and length * 0.5 == 12.0 and -length == -24 and divmod(length, 7) == (3, 3)
-    assert isinstance(length + (length > 3), TracedSize) and isinstance(2.5 * length / 5, TracedFloat)
+    assert isinstance(length + (length > 3), TracedSize) and isinstance(length * 2.5 / 5, TracedFloat)
     assert length + torch.ones(()) == 25 and torch.zeros(length, 2).shape == (24, 2) and f"{length}" == "24"
 
 
