@@ -68,20 +68,20 @@ def main() -> None:
             load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results), load(FIRST_RESULTS), load(SECOND_RESULTS)
         )
         return
-    names = chosen(arguments)
+    names, limit_s = chosen(arguments), arguments.limit_s or listed.limit_s
     for name in names:
         row = load(results).get(name)
         meshes = open_meshes(row, arguments)
         if meshes:
-            row = merged(row, run(name, listed.measure, meshes, listed.limit_s))
+            row = merged(row, run(name, listed.measure, meshes, limit_s))
             if is_missing(row):
                 print(f"{name:<40} left out: {row['error']['text']}", flush=True)
                 continue
             if arguments.by_others and not is_exact(row):
-                row["torch"] = run(name, "measure_torch", [], listed.limit_s).get("torch", {})
+                row["torch"] = run(name, "measure_torch", [], limit_s).get("torch", {})
             print(line(row), flush=True)
         if arguments.peers and "peers" not in row:
-            row["peers"] = run(name, "measure_peers", [], listed.limit_s).get("peers")
+            row["peers"] = run(name, "measure_peers", [], limit_s).get("peers")
             print(f"{name:<24} peers: {row['peers']}", flush=True)
         if meshes or arguments.peers:
             keep(results, row)
@@ -106,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rerun", action="store_true", help="again whatever the results hold")
     parser.add_argument("--peers", action="store_true", help="also what other tools give")
     parser.add_argument("--results", help="another file than the list's own")
+    parser.add_argument("--limit-s", type=float, help="time limit of a model in seconds")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the results and stop")
     return parser.parse_args()
 

@@ -111,7 +111,9 @@ class ExportEntry(nn.Module):
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
         written = self.assigned.written(self.semantics.known if is_traced else None)
         draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
-        host = host_functions(self.model, self.semantics.known, self.draws_on_host) if is_traced else nullcontext()
+        host = nullcontext()
+        if is_traced:
+            host = host_functions(self.model, self.semantics.known, self.semantics.found, self.draws_on_host)
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
         watched = watched_frames()  # entered before `semantics`, which inspects its callers' frames

@@ -19,6 +19,7 @@ from autopart.errors import Refusal, TraceError
 from autopart.tracing.with_loss import users_model, users_name
 
 _TORCH, _AUTOPART = Path(torch.__file__).parent, Path(__file__).parent.parent
+_ENTRY = str(Path(__file__).with_name("call_signature.py"))
 NOT_THE_USERS = (f"{_TORCH}/", f"{Path(np.__file__).parent}/", f"{_AUTOPART}/", contextlib.__file__, "<")
 
 
@@ -31,6 +32,15 @@ class LostInTrace(Exception):
     def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
         super().__init__(what)
         self.what, self.why, self.hint, self.refusal = what, why, hint, refusal
+
+
+class TraceAgain(Exception):
+    """Exception that ends a trace. The call is traced again, by a trace that knows more about the model's code."""
+
+
+def is_entry(frame: FrameType) -> bool:
+    """Return True for the frame that calls the model in a trace."""
+    return frame.f_code.co_filename == _ENTRY
 
 
 def wrong_third_derivative(names: str) -> LostInTrace:
@@ -74,8 +84,9 @@ _KINDS = (
     _KnownFailure(Refusal.PART, r"Creating a new Tensor subclass (?P<name>\w+)",
           "a {name} is a tensor subclass, which has no dense values in a trace",
           "a plain tensor; for causal_lower_right(q, k): torch.ones(q, k, dtype=torch.bool).tril(k - q)"),
-    _KnownFailure(Refusal.PART, r"Unable to cast NotImplemented to Tensor|NestedTensor|nested_tensor",
-          "a nested (jagged) tensor has no dense values", "padded rows and a mask"),
+    _KnownFailure(Refusal.PART, r"Unable to cast NotImplemented to Tensor|NestedTensor|nested_tensor|"
+          r"SymInt'>.*not tracked with proxy", "a nested (jagged) tensor has no dense values",
+          "padded rows and a mask; or a loop over values.split(lengths.tolist())"),
     _KnownFailure(Refusal.REGION, r"[Hh]igher.order op",
           "while_loop, scan and the like contain parts of the model, which cannot be sharded",
           "torch.where and plain operations, or parallelize the modules inside"),
@@ -175,8 +186,7 @@ def _data_dependent_hint(frame: FrameType | None, model: nn.Module) -> str:
 def _innermost(error: Exception) -> tuple[FrameType | None, int]:
     """Return the innermost frame of the user's code inside the model's call, and the frame's source line."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    entry = str(Path(__file__).with_name("call_signature.py"))
-    start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
+    start = next((i for i, (frame, _) in enumerate(frames) if is_entry(frame)), len(frames))
     users_frames = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(NOT_THE_USERS)]
     return users_frames[-1] if users_frames else (None, 0)
 

@@ -36,7 +36,6 @@ from autopart.tracing.autograd.tensor_hooks import Rewrites
 from autopart.tracing.autograd.traced_weight_updates import with_weight_updates
 from autopart.tracing.blocks.repeated_blocks import NotARepeat, RepeatedBlocks
 from autopart.tracing.call_signature import PREFIX, ExportEntry, register_dataclasses, tensor_names
-from autopart.tracing.dynamic.float_calls import ReadsFloat
 from autopart.tracing.dynamic.random_branches import random_branch_notes, with_random_branches
 from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
 from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
@@ -52,7 +51,7 @@ from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_auto
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH
 from autopart.tracing.python.python_state import check_attributes, check_draws, same_containers
 from autopart.tracing.sparse_buffers import check_layouts
-from autopart.tracing.trace_errors import shape_by_values, trace_error, without_values_error
+from autopart.tracing.trace_errors import TraceAgain, shape_by_values, trace_error, without_values_error
 from autopart.tracing.with_loss import WithLoss, check_unwritten, is_of_loss, users_input, users_model, users_name
 
 _NO_CACHE = "use_cache"
@@ -247,7 +246,7 @@ def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     while True:
         try:
             return _export_blocks(entry, example)
-        except ReadsFloat:  # trace again with `float` replaced in one more Python module
+        except TraceAgain:
             continue
         except Rewrites:
             entry.semantics.may_rewrite = True
@@ -266,7 +265,7 @@ def _export_blocks(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
         with repeats.watching():
             program = _exported(entry, example)
         repeats.expand(program.graph)
-    except (ReadsFloat, Rewrites):
+    except (TraceAgain, Rewrites):
         raise
     except Exception as error:  # caused by the handling of repeated blocks; an error of the model itself occurs again
         if not repeats.tried and not entry.semantics.differentiates:
@@ -299,7 +298,7 @@ def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
             return side
 
         return with_random_branches(program, chances, again)
-    except (ReadsFloat, Rewrites):
+    except (TraceAgain, Rewrites):
         raise
     except Exception as error:  # a side raises, or the sides cannot be merged: trace again, rejecting the branch
         if not chances.by_values:
@@ -315,6 +314,7 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
     entry.semantics.hooked.clear()
     entry.semantics.toggled.clear()
     entry.semantics.spent.clear()
+    entry.semantics.selected.clear()
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()
     traced = traceable(entry, entry.apply_function, entry.semantics.to_list)

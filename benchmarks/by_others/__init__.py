@@ -9,7 +9,18 @@ from collections.abc import Callable
 
 import torch
 
-from by_others import idioms, language, later, python_idioms, science, tables, unseen, vision
+from by_others import (
+    idioms,
+    language,
+    later,
+    python_idioms,
+    science,
+    speech_and_boxes,
+    tables,
+    unseen,
+    vision,
+    vision_language,
+)  # fmt: skip
 from by_others.case import Case
 from by_others.torchvision_operators import import_torchvision
 
@@ -22,6 +33,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     **science.MODELS,
     **unseen.MODELS,
     **later.MODELS,
+    **vision_language.MODELS,
+    **speech_and_boxes.MODELS,
 }
 
 

@@ -105,6 +105,49 @@ class Drawn(TwoLayers):
         return F.cross_entropy(z, y) * float(np.random.rand())
 
 
+class ByNumpy(TwoLayers):
+    """Arrays of activations, computed with in the forward itself."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.run(x)
+        scores = z.detach().cpu().numpy() * 2 - 1
+        order = torch.from_numpy(np.argsort(-scores, axis=1))
+        weight = torch.from_numpy((scores > 0).astype(np.int64).sum(1)).to(z)
+        return (z.gather(1, order) * torch.arange(4.0).to(z)).sum(1).mul(weight).mean() + F.cross_entropy(z, y)
+
+
+def aligned() -> nn.Module:
+    def path_of(costs: np.ndarray) -> np.ndarray:
+        path = np.zeros_like(costs, dtype=np.int64)
+        for row, cost in enumerate(costs):
+            best = 0
+            for place in range(1, len(cost)):
+                if cost[place] < cost[best]:
+                    best = place
+            path[row, best] = 1
+        return path
+
+    class Aligned(TwoLayers):
+        """A loop of Python over the values of activations, in a function of a closure."""
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = self.run(x)
+            with torch.no_grad():
+                path = torch.from_numpy(path_of(z.cpu().numpy())).to(z)
+            return (z * path).square().mean() + F.cross_entropy(z, y)
+
+    return Aligned()
+
+
+class MatchedLocally(Matched):
+    @torch.no_grad()
+    def match(self, boxes: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        from scipy import optimize
+
+        pairs = [optimize.linear_sum_assignment(torch.cdist(box, one)) for box, one in zip(boxes, target, strict=True)]
+        return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in pairs]
+
+
 def boxes() -> tuple[Tensor, ...]:
     return torch.randn(4, 6, 8), torch.rand(4, 3, 4)
 
@@ -118,7 +161,8 @@ def lengths() -> tuple[Tensor, ...]:
 
 
 CASES = [(Matched, boxes), (MatchedInNumpy, boxes), (Mixup, labelled), (MixupInPython, labelled), (Cutmix, labelled),
-         (Lengths, lengths), (Drawn, labelled)]  # fmt: skip
+         (Lengths, lengths), (Drawn, labelled), (ByNumpy, labelled), (aligned, labelled),
+         (MatchedLocally, boxes)]  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -204,7 +248,7 @@ def drawn_of(x: Tensor) -> Tensor:
 
 marked_draw, marked_size = autopart.host_function(drawn_of), autopart.host_function(of_varying_size)
 REFUSED = {
-    "an operation on an array": (lambda x: x * torch.from_numpy(np.random.permutation(8) * 2), Refusal.RANDOM),
+    "a decision by an array": (lambda x: x if np.random.permutation(8)[0] > 3 else -x, Refusal.RANDOM),
     "a list that is changed": (by_changed_list, Refusal.RANDOM),
     "results of different sizes": (lambda x: x * marked_size(x).sum(), Refusal.NUMPY),
 }

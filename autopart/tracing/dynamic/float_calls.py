@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autopart.tracing.python.size_conditions import TracedFloat, TracedSize, as_float, as_integer
+from autopart.tracing.trace_errors import TraceAgain
 
 _AS_DTYPE = r"dtype\s*=\s*{0}\b|\b(to|type|astype|view)\(\s*{0}\s*[,)]"
 
@@ -103,5 +104,5 @@ class Floats:
                 names.pop(name, None)
 
 
-class ReadsFloat(Exception):
+class ReadsFloat(TraceAgain):
     """Exception: the model's code calls `float(tensor)`. The model is traced again with `float` replaced."""

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from autopart.common.scoped import attributes, variable
 from autopart.compat.torch_internals import outside_of_tracing, tree_flatten, tree_unflatten
 from autopart.errors import Refusal
 from autopart.ir.graph import HOST_FUNCTION
+from autopart.tracing.dynamic.found_functions import FoundFunctions, ReadsArray
 from autopart.tracing.dynamic.index_lists import IndexList
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants
 from autopart.tracing.python.python_state import random_state
@@ -40,10 +41,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Like = Any
 """Type of the option `like`: example tensors of the results, or a function that returns them."""
 _LIBRARY = torch.library.Library(HOST_FUNCTION, "FRAGMENT")
-_PLAIN = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, range, type(None), type, np.dtype, torch.dtype, torch.device)
 _NUMBERS = (bool, int, float, np.generic)
-_KNOWN_FUNCTIONS = {"linear_sum_assignment": "scipy.optimize"}
-"""{name: module} of functions that are host functions even if the user has not marked them."""
 _DRAWS = {
     np.random: ("rand", "randn", "random", "random_sample", "uniform", "normal", "randint", "choice", "permutation",
                 "beta", "binomial", "gamma", "exponential", "standard_normal", "poisson"),
@@ -51,16 +50,26 @@ _DRAWS = {
 }  # fmt: skip
 """Functions that draw from the global random generators of numpy and Python, and return new values."""
 _traced: ContextVar[ConcreteConstants | None] = ContextVar("the inputs of the running trace", default=None)
+_found: ContextVar[FoundFunctions | None] = ContextVar("host functions found in the user's code", default=None)
 _runs: ContextVar[bool] = ContextVar("a host function runs", default=False)
 exchange: ContextVar[Callable[[Callable[[], list[Tensor]]], list[Tensor]] | None]
 exchange = ContextVar("runs a host function, and returns the first rank's results", default=None)
 
 
+def _operators(*names: str) -> list[Callable[..., Any]]:
+    """Return operators of arrays, as host functions."""
+
+    def operator_of(name: str) -> Callable[..., Any]:
+        return lambda *operands: host_function(getattr(np.ndarray, name))(*operands)
+
+    return [operator_of(name) for name in names]
+
+
 class HostArray(IndexList):
     """Stand-in for a numpy array of activations, or an array or list that a host function returns.
 
-    A host function accepts it. It becomes a tensor by `torch.tensor`, `torch.as_tensor` or `torch.from_numpy`, and it
-    can index a tensor.
+    A host function accepts it, and its operators and methods are host functions. It becomes a tensor by `torch.tensor`,
+    `torch.as_tensor` or `torch.from_numpy`, and it can index a tensor.
     """
 
     @property
@@ -87,18 +96,45 @@ class HostArray(IndexList):
             self.lost()
         return HostArray(self.tensor[index])
 
-    def lost(self, *_: Any) -> NoReturn:
-        raise LostInTrace(
-            "Python computes with a numpy array",
-            "the values of the array differ in every call, and a trace has no values",
-            "the same computation in torch, or autopart.host_function around the function that computes with the array",
-            Refusal.NUMPY,
-        )  # fmt: skip
+    def __iter__(self) -> Iterator[HostArray]:
+        return iter([HostArray(part) for part in self.tensor.unbind()])
 
-    __iter__ = __contains__ = __reversed__ = __eq__ = __ne__ = __add__ = __radd__ = lost
-    __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __lt__ = __le__ = __gt__ = __ge__ = __invert__ = lost
-    __array__ = lost
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(np.ndarray, name, None)
+        if name.startswith("__") or not callable(method):
+            return super().__getattr__(name)
+        return functools.partial(host_function(method), self)
+
+    def lost(self, *_: Any, **__: Any) -> NoReturn:
+        need_values(self.tensor)
+
+    __eq__, __ne__ = _operators("__eq__", "__ne__")  # type: ignore[assignment]
+    __lt__, __le__, __gt__, __ge__ = _operators("__lt__", "__le__", "__gt__", "__ge__")
+    __add__, __radd__, __sub__, __rsub__ = _operators("__add__", "__radd__", "__sub__", "__rsub__")
+    __mul__, __rmul__, __truediv__, __rtruediv__ = _operators("__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+    __neg__, __invert__, __and__, __or__ = _operators("__neg__", "__invert__", "__and__", "__or__")
+    __setitem__ = __contains__ = __reversed__ = __array__ = __bool__ = __int__ = __float__ = __index__ = lost
     __hash__ = None  # type: ignore[assignment]
+
+
+def need_values(tensor: Tensor) -> NoReturn:
+    """Raise an exception, because Python needs the values of activations.
+
+    Raises ReadsArray if a function that computes with them is found, LostInTrace otherwise.
+    """
+    found = _found.get()
+
+    def is_array(value: Any) -> bool:
+        return value is tensor or any(isinstance(leaf, HostArray) for leaf in tree_flatten(value)[0])
+
+    if found is not None and found.may_be_added(sys._getframe(1), is_array):
+        raise ReadsArray
+    raise LostInTrace(
+        "Python computes with a numpy array",
+        "the values of the array differ in every call, and a trace has no values",
+        "the same computation in torch, or autopart.host_function around the function that computes with the array",
+        Refusal.NUMPY,
+    )  # fmt: skip
 
 
 def host_function(fn: F | None = None, *, like: Like = None) -> Any:
@@ -140,11 +176,12 @@ def host_function(fn: F | None = None, *, like: Like = None) -> Any:
 
 
 @contextmanager
-def host_functions(model: nn.Module, known: ConcreteConstants, draws: bool) -> Iterator[None]:
+def host_functions(model: nn.Module, known: ConcreteConstants, found: FoundFunctions, draws: bool) -> Iterator[None]:
     """Trace host functions as operators, inside a `with` block.
 
     Args:
         known: how tensors of the trace are computed from the inputs.
+        found: functions that compute with arrays of activations.
         draws: True to also make operators of functions that draw random numbers of Python and numpy: those of `_DRAWS`,
             and functions in the modules of the model's code that use these generators.
     """
@@ -152,18 +189,13 @@ def host_functions(model: nn.Module, known: ConcreteConstants, draws: bool) -> I
     exchanged: dict[tuple[Any, str], Any] = {
         (torch, "from_numpy"): lambda array: array.tensor if isinstance(array, HostArray) else from_numpy(array)
     }
-    for name, module in _KNOWN_FUNCTIONS.items():
-        original = getattr(sys.modules.get(module), name, None)
-        for place in list(sys.modules.values()) if original is not None else ():
-            if isinstance(place, ModuleType) and vars(place).get(name) is original:
-                exchanged[place, name] = host_function(original)
     if draws:
         exchanged |= {(place, name): host_function(getattr(place, name)) for place in _DRAWS for name in _DRAWS[place]}
         for users_module in {type(module).__module__ for module in model.modules()} & sys.modules.keys():
             for name, function in list(vars(sys.modules[users_module]).items()):
                 if isinstance(function, FunctionType) and _draws(function):
                     exchanged[sys.modules[users_module], name] = _unless_of_activations(function, known)
-    with attributes(exchanged), variable(_traced, known):
+    with attributes(exchanged), found.given(_of_arrays), variable(_traced, known), variable(_found, found):
         yield
 
 
@@ -188,10 +220,29 @@ def _unless_of_activations(function: FunctionType, known: ConcreteConstants) -> 
         leaves = tree_flatten((args, kwargs))[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         is_known = all(known.is_recorded(tensor) and not tensor.requires_grad for tensor in tensors)
-        is_plain = all(isinstance(leaf, (Tensor, HostArray, np.ndarray, *_NUMBERS, *_PLAIN)) for leaf in leaves)
-        return marked(*args, **kwargs) if is_known and is_plain else function(*args, **kwargs)
+        return marked(*args, **kwargs) if is_known and _are_supported(leaves) else function(*args, **kwargs)
 
     return called
+
+
+def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is a host function if it gets activations and passes no gradient on."""
+    marked = host_function(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        is_of_activations = bool(tensors) or any(isinstance(leaf, HostArray) for leaf in leaves)
+        is_host_call = is_of_activations and not has_gradient and _are_supported(leaves)
+        return marked(*args, **kwargs) if is_host_call else function(*args, **kwargs)
+
+    return called
+
+
+def _are_supported(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, (Tensor, HostArray, np.ndarray, *_NUMBERS, *_PLAIN)) for leaf in leaves)
 
 
 class _HostCall:

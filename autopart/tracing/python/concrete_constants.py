@@ -34,7 +34,9 @@ READING = frozenset(
     | {"is_nonzero"}
 )
 """Functions that return tensor values to Python."""
-_SHAPED_LIKE = {name: (0, "input") for name in ("ones_like", "zeros_like", "full_like")}
+_SHAPED_LIKE = {name: (0, "input") for name in ("ones_like", "zeros_like", "full_like")} | {
+    name: (1, "other") for name in ("expand_as", "view_as", "reshape_as")
+}
 _TYPED_LIKE = {name: (0, "self") for name in ("new_tensor", "new_zeros", "new_ones", "new_full")} | {
     name: (1, "other") for name in ("to", "type_as")
 }
@@ -226,11 +228,12 @@ class ConcreteConstants:
         before = {id(self._made[tensor]) for tensor in shared}
         views = views_of(self._made[written])
         root = next(view for view in reversed(views) if id(view) in before)
-        if not isinstance(root, ValueCall):
+        if not isinstance(root, (ValueCall, BufferTensor)):
             return False
-        new = ValueCall(torch.clone, (root,), {}, 0, root.of_inputs)
+        of_inputs = _is_of_inputs(root)
+        new = ValueCall(torch.clone, (root,), {}, 0, of_inputs)
         write = replace(recorded, args=(moved_view(self._made[written], root, new), *recorded.args[1:]))
-        new = ValueCall(_first, (new, write), {}, 0, recorded.of_inputs or root.of_inputs)
+        new = ValueCall(_first, (new, write), {}, 0, recorded.of_inputs or of_inputs)
         for tensor in shared:
             moved = moved_view(self._made.pop(tensor), root, new)
             if moved is not None:

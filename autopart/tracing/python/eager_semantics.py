@@ -43,7 +43,8 @@ from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 from autopart.tracing.autograd.tensor_hooks import Rewrites, TracedHookHandle, hook_gradient
 from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
-from autopart.tracing.dynamic.host_functions import HostArray
+from autopart.tracing.dynamic.found_functions import FoundFunctions
+from autopart.tracing.dynamic.host_functions import HostArray, need_values
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
 from autopart.tracing.dynamic.packed_sequences import PackedSequences
@@ -108,6 +109,7 @@ class EagerSemantics(TorchFunctionMode):
         self.packed = PackedSequences(self.known)
         self.floats = Floats()
         self.sizes = SizeConditions(self.floats.replace_for_sizes)
+        self.found = FoundFunctions()
         self.differentiates = False  # True if forward has called torch.autograd.grad
         self.twice_only: dict[str, None] = {}  # operators whose third derivative is wrong in torch
         self.gradients: list[Any] = []  # autograd nodes of gradients that the forward takes with create_graph
@@ -120,6 +122,7 @@ class EagerSemantics(TorchFunctionMode):
         self.skipped = DataDependentBranches()
         self.numbers_drawn = False  # True if forward converts a random tensor to a number
         self.numbers_stay = False  # True if forward gets the tensor instead
+        self.selected: dict[Any, Tensor] = {}  # {memory: a copy that stands in for a view of another tensor}
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: its tensor}
         self.toggled = WeakIdKeyDictionary()  # {parameter that the forward froze or unfroze: `requires_grad` before}
         self.both = False  # True if both branches of a torch.cond are in the trace
@@ -133,8 +136,11 @@ class EagerSemantics(TorchFunctionMode):
             output = func(*args, **kwargs)
             return traced_sizes(output, self.sizes) if func in _OF_SIZE else output
         args = with_numbers(func, indexed(func, args), self._item)
-        if func is Tensor.__setitem__:
-            args = args[0], with_positions(args[1]), args[2]
+        selects = False
+        if func in (Tensor.__setitem__, Tensor.__getitem__):
+            positions = with_positions(args[1])
+            selects = func is Tensor.__getitem__ and positions is not args[1]
+            args = args[0], positions, *args[2:]
         tensors = list(tensors_in((args, kwargs)))
         self.check_unspent(tensors)
         check_criterion(func, tensors)
@@ -164,6 +170,8 @@ class EagerSemantics(TorchFunctionMode):
             return value
         if func is Tensor.numpy:
             return HostArray(args[0].detach())
+        if func is Tensor.__array__:
+            need_values(args[0])
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
@@ -183,6 +191,8 @@ class EagerSemantics(TorchFunctionMode):
         output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, dict(kwargs))
         self.known.note((func, args, kwargs), tensors, output)
         output = self.decisions.note((func, args, kwargs), output, frame)
+        if selects:
+            self.selected[memory_of(output)] = output
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
@@ -249,6 +259,13 @@ class EagerSemantics(TorchFunctionMode):
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
         written = written_by(func, args, kwargs)
+        if any(memory_of(tensor) in self.selected for tensor in written):
+            raise LostInTrace(
+                f"{func.__name__} writes to a slice that begins at a number which the model computes",
+                "the slice is a copy in the program, so the write would not reach the sliced tensor",
+                "x[:, start:end] = value, in one statement",
+                Refusal.WRITE,
+            )
         self.known.write((func, args, kwargs), written)
         if func is Tensor.backward:
             raise LostInTrace("forward() calls backward()", "it adds to the gradients of parameters, which a program "
