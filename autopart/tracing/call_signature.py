@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -111,7 +111,7 @@ class ExportEntry(nn.Module):
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
         written = self.assigned.written(self.semantics.known if is_traced else None)
         draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
-        host = nullcontext()
+        host: AbstractContextManager[None] = nullcontext()
         if is_traced:
             host = host_functions(self.model, self.semantics.known, self.semantics.found, self.draws_on_host)
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)

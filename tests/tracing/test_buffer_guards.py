@@ -60,6 +60,12 @@ def warm_up(m: Net, h: Tensor) -> Tensor:
     return h
 
 
+def schedule(m: Net, h: Tensor) -> Tensor:
+    """Read the number of steps after this step was counted."""
+    m.count += 1
+    return h * min(1.0, m.count.item() / 3)
+
+
 def net(compute: Callable[[Net, Tensor], Tensor], count: int) -> Net:
     torch.manual_seed(0)
     return Net(compute, count=torch.tensor(count), scale=torch.ones(8)).double()
@@ -109,6 +115,7 @@ def trained(mesh: str, compute: Callable[[Net, Tensor], Tensor], start: int, val
 @pytest.mark.whole
 @pytest.mark.parametrize(("compute", "start", "values", "traces"), [
     (number, 2, [None, 5, 2, 5], 2), (first_batch, 0, [None, None, None], 2), (warm_up, 0, [None] * 5, 2),
+    (schedule, 0, [None] * 5, 2),
 ])  # fmt: skip
 def test_each_value_is_traced_once(compute, start, values, traces):
     worst, counted = trained("dp1", compute, start, values)

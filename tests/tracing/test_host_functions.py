@@ -148,6 +148,21 @@ class MatchedLocally(Matched):
         return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in pairs]
 
 
+class Crop(TwoLayers):
+    """A slice that begins at a drawn number."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        begin = random.randint(0, 2)
+        return F.cross_entropy(self.run(F.pad(x, (1, 2))[:, begin : begin + 8]), y)
+
+
+class WrittenCrop(TwoLayers):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        begin, h = torch.randint(3, ()).item(), self.run(x)
+        h[:, begin : begin + 2].mul_(2)
+        return F.cross_entropy(h, y)
+
+
 def boxes() -> tuple[Tensor, ...]:
     return torch.randn(4, 6, 8), torch.rand(4, 3, 4)
 
@@ -162,7 +177,7 @@ def lengths() -> tuple[Tensor, ...]:
 
 CASES = [(Matched, boxes), (MatchedInNumpy, boxes), (Mixup, labelled), (MixupInPython, labelled), (Cutmix, labelled),
          (Lengths, lengths), (Drawn, labelled), (ByNumpy, labelled), (aligned, labelled),
-         (MatchedLocally, boxes)]  # fmt: skip
+         (MatchedLocally, boxes), (Crop, labelled)]  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -248,7 +263,6 @@ def drawn_of(x: Tensor) -> Tensor:
 
 marked_draw, marked_size = autopart.host_function(drawn_of), autopart.host_function(of_varying_size)
 REFUSED = {
-    "a decision by an array": (lambda x: x if np.random.permutation(8)[0] > 3 else -x, Refusal.RANDOM),
     "a list that is changed": (by_changed_list, Refusal.RANDOM),
     "results of different sizes": (lambda x: x * marked_size(x).sum(), Refusal.NUMPY),
 }
@@ -265,6 +279,11 @@ def test_refuses(name: str) -> None:
     with pytest.raises(TraceError, match=r"autopart\.host_function") as caught:
         autopart.plan(Augmented(augment), "dp2", example_args=(torch.randn(ROWS, 8),))
     assert caught.value.refusal is refusal
+
+
+def test_refuses_a_write_to_a_slice_at_a_drawn_number() -> None:
+    with pytest.raises(TraceError, match="writes to a slice that begins at a number"):
+        autopart.plan(WrittenCrop(), "dp2", example_args=labelled())
 
 
 def test_refuses_draws_of_activations() -> None:
@@ -296,7 +315,7 @@ def _trained(meshes: list[str]) -> list[tuple[float, float]]:
     torch.manual_seed(1)
     calls = {
         kind: tuple(t.double() if t.is_floating_point() else t for t in call())
-        for kind, call in CASES if kind not in (MixupInPython, Drawn)
+        for kind, call in CASES if kind not in (MixupInPython, Drawn, Crop)
     }  # fmt: skip
     distances = []
     for kind, call in calls.items():

@@ -211,21 +211,24 @@ def data_of_steps(m, packed, final):
 class ReshapedSelection(nn.Module):
     """Views a flat selection as rows: their number is the size of the selection divided by 8."""
 
-    def __init__(self, of_input: bool) -> None:
+    def __init__(self, of_input: bool, expanded: bool = False) -> None:
         super().__init__()
-        self.a, self.of_input = nn.Linear(SIZE, SIZE), of_input
+        self.a, self.of_input, self.expanded = nn.Linear(SIZE, SIZE), of_input, expanded
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
         rows = mask if self.of_input else y.sum(1) > 0
+        if self.expanded:
+            return y[rows[:, None].expand_as(y)].view(-1, SIZE).square().sum()
         return torch.masked_select(y, rows[:, None]).view(-1, SIZE).square().sum()
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_a_view_of_a_selection_has_its_size(mesh):
     example = torch.randn(ROWS, SIZE), LENGTHS > 3
-    result = autopart.verify(ReshapedSelection(True), mesh, example_args=example)
-    assert result.ok and result.max_error < 1e-10, result
+    for expanded in (False, True):
+        result = autopart.verify(ReshapedSelection(True, expanded), mesh, example_args=example)
+        assert result.ok and result.max_error < 1e-10, result
     with pytest.raises(TraceError, match=r"autopart has no formula for it: \(u0//8\)"):
         autopart.plan(ReshapedSelection(False), mesh, example_args=example)
 

@@ -108,7 +108,7 @@ class HostArray(IndexList):
     def lost(self, *_: Any, **__: Any) -> NoReturn:
         need_values(self.tensor)
 
-    __eq__, __ne__ = _operators("__eq__", "__ne__")  # type: ignore[assignment]
+    __eq__, __ne__ = _operators("__eq__", "__ne__")
     __lt__, __le__, __gt__, __ge__ = _operators("__lt__", "__le__", "__gt__", "__ge__")
     __add__, __radd__, __sub__, __rsub__ = _operators("__add__", "__radd__", "__sub__", "__rsub__")
     __mul__, __rmul__, __truediv__, __rtruediv__ = _operators("__mul__", "__rmul__", "__truediv__", "__rtruediv__")
@@ -387,6 +387,7 @@ class _HostCall:
         tags = (torch.Tag.nondeterministic_seeded,) if self.is_of_inputs else ()
         _LIBRARY.define(f"{name}({operands}) -> ({', '.join(['Tensor'] * len(shapes))})", tags=tags)
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the results have no gradient
         torch.library.register_fake(f"{HOST_FUNCTION}::{name}", fake, lib=_LIBRARY)
         packet, overload = name.split(".")
         return getattr(getattr(getattr(torch.ops, HOST_FUNCTION), packet), overload)
