@@ -35,7 +35,7 @@ class LostInTrace(Exception):
 
 
 class TraceAgain(Exception):
-    """Exception that ends a trace. The call is traced again, by a trace that knows more about the model's code."""
+    """Exception that ends a trace: the call is traced again, with what was learnt about the code."""
 
 
 def is_entry(frame: FrameType) -> bool:

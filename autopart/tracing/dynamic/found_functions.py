@@ -54,17 +54,17 @@ class FoundFunctions:
     @contextmanager
     def given(self, marked: Callable[[Any], Any]) -> Iterator[None]:
         """Replace the recorded functions by `marked(function)`, inside a `with` block."""
-        places = [(function, list(_places(function))) for function in self.functions]
+        references = [(function, list(_references(function))) for function in self.functions]
         try:
-            for function, found in places:
+            for function, found in references:
                 replacement = marked(function)
-                for place, name in found:
-                    _put(place, name, replacement)
+                for holder, name in found:
+                    _put(holder, name, replacement)
             yield
         finally:
-            for function, found in places:
-                for place, name in found:
-                    _put(place, name, function)
+            for function, found in references:
+                for holder, name in found:
+                    _put(holder, name, function)
 
 
 def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -123,18 +123,18 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
-def _places(function: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the places that hold a function: (dict, key) and (cell of a closure, None)."""
+def _references(function: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the objects that refer to a function: (dict, key) and (cell of a closure, None)."""
     referrers = gc.get_referrers(function)
-    yield from [(place, None) for place in referrers if isinstance(place, CellType)]
+    yield from [(holder, None) for holder in referrers if isinstance(holder, CellType)]
     of_modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    dicts = {id(place): place for place in (*referrers, *of_modules) if type(place) is dict}  # gc.freeze hides some
-    for place in dicts.values():
-        yield from [(place, name) for name, value in list(place.items()) if value is function]
+    dicts = {id(holder): holder for holder in (*referrers, *of_modules) if type(holder) is dict}  # gc.freeze hides some
+    for holder in dicts.values():
+        yield from [(holder, name) for name, value in list(holder.items()) if value is function]
 
 
-def _put(place: Any, name: Any, value: Any) -> None:
-    if isinstance(place, CellType):
-        place.cell_contents = value
+def _put(holder: Any, name: Any, value: Any) -> None:
+    if isinstance(holder, CellType):
+        holder.cell_contents = value
     else:
-        place[name] = value
+        holder[name] = value

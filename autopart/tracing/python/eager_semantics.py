@@ -136,10 +136,8 @@ class EagerSemantics(TorchFunctionMode):
             output = func(*args, **kwargs)
             return traced_sizes(output, self.sizes) if func in _OF_SIZE else output
         args = with_numbers(func, indexed(func, args), self._item)
-        selects = False
-        if func in (Tensor.__setitem__, Tensor.__getitem__):
-            positions = with_positions(args[1])
-            selects = func is Tensor.__getitem__ and positions is not args[1]
+        index = args[1] if func in (Tensor.__setitem__, Tensor.__getitem__) else None
+        if (positions := with_positions(index)) is not index:
             args = args[0], positions, *args[2:]
         tensors = list(tensors_in((args, kwargs)))
         self.check_unspent(tensors)
@@ -191,7 +189,7 @@ class EagerSemantics(TorchFunctionMode):
         output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, dict(kwargs))
         self.known.note((func, args, kwargs), tensors, output)
         output = self.decisions.note((func, args, kwargs), output, frame)
-        if selects:
+        if positions is not index and func is Tensor.__getitem__:
             self.selected[memory_of(output)] = output
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
