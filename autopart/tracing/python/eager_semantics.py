@@ -44,7 +44,7 @@ from autopart.tracing.autograd.tensor_hooks import Rewrites, TracedHookHandle, h
 from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
 from autopart.tracing.dynamic.found_functions import FoundFunctions
-from autopart.tracing.dynamic.host_functions import HostArray, need_values
+from autopart.tracing.dynamic.host_functions import array_of
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
 from autopart.tracing.dynamic.packed_sequences import PackedSequences
@@ -166,10 +166,8 @@ class EagerSemantics(TorchFunctionMode):
             return passing
         if (value := self.decisions.answer((func, args, kwargs), tensors, frame)) is not UNKNOWN:
             return value
-        if func is Tensor.numpy:
-            return HostArray(args[0].detach())
-        if func is Tensor.__array__:
-            need_values(args[0])
+        if func in (Tensor.numpy, Tensor.__array__):
+            return array_of(args[0], func)
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
