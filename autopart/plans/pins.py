@@ -19,7 +19,6 @@ match is a separate pin.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from autopart.common.files import read_text
+from autopart.common.json_text import parse_json
 from autopart.errors import OptionError
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import AXES, Axis
@@ -153,10 +153,7 @@ def _read(path: Path) -> tuple[Any, str]:
     if not path.exists():
         raise OptionError(f"there is no file of pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
     text = read_text(path, "a file of pins", OptionError, f"a JSON file like {FORM.removeprefix('pins=')}")
-    try:
-        return json.loads(text), text
-    except json.JSONDecodeError as error:
-        raise OptionError(f"{path} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
+    return parse_json(text, str(path), OptionError), text
 
 
 def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[LayoutPin]:

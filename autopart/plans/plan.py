@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autopart.common.extras import load_extra
 from autopart.common.files import read_text, write_whole
+from autopart.common.json_text import parse_json
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownText
 from autopart.errors import PlanError
@@ -26,6 +27,7 @@ from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.report_terms import Collective
 from autopart.ir.run.schedules import Schedule
 from autopart.ir.run.sync_option import ALL_REDUCE
+from autopart.plans.figure_errors import reading_figures
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,10 +174,7 @@ class Plan:
         """
         import jsonschema
 
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{name} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
+        data = parse_json(text, name, PlanError)
         problem = next(iter(jsonschema.Draft202012Validator(schema(axes)).iter_errors(data)), None)
         if problem is not None:
             path = [str(p) for p in problem.absolute_path]
@@ -250,7 +249,8 @@ class Plan:
         """Compare with another plan. The result prints as a table, and is false if the plans are equal."""
         from autopart.show.diff import diff
 
-        return diff(self, other)
+        with reading_figures(self), reading_figures(other):
+            return diff(self, other)
 
     def why(self, name: str) -> Why:
         """Explain the layout of a parameter, module, operator or collective, with the second-best choice.
@@ -290,7 +290,8 @@ class Plan:
         """
         from autopart.show.explain import explain
 
-        return ShownText(explain(self))
+        with reading_figures(self):
+            return ShownText(explain(self))
 
     def report(self, path: str | Path, graphs: Mapping[str, Any] | None = None) -> None:
         """Write one HTML page: the predicted step, its timeline and memory, the plan, its notes.
@@ -304,7 +305,8 @@ class Plan:
         """
         from autopart.show.report import write
 
-        write(self, path, graphs or {})
+        with reading_figures(self):
+            write(self, path, graphs or {})
 
 
 def line_of(text: str, *keys: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from autopart.common.files import read_text
 from autopart.common.hub import pretrained_folder
+from autopart.common.json_text import parse_json
 from autopart.common.progress import phase
 from autopart.common.scoped import default_dtype
 from autopart.compat.torch_internals import tree_map
@@ -266,10 +266,7 @@ def _read_config(path: Path) -> Any:
         raise InputError(f"there is no config at {path}", hint="--hf-config path/to/config.json")
     if path.is_dir():
         raise InputError(f"{path} is a directory", hint=f"--hf-config {path / 'config.json'}")
-    try:
-        data = json.loads(read_text(path, "a config", InputError, "--hf-config path/to/config.json"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
+    data = parse_json(read_text(path, "a config", InputError, "--hf-config path/to/config.json"), str(path), InputError)
     if not isinstance(data, dict) or "model_type" not in data:
         raise InputError(f"{path} is not a transformers config", why="it has no entry 'model_type'",
                          hint='{"model_type": "llama", "num_hidden_layers": 32, ...}')  # fmt: skip

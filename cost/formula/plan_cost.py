@@ -13,6 +13,7 @@ from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.run.report_terms import MEMORY_KINDS
 from autopart.ir.run.schedules import Schedule, can_run, check_schedule, versions_of
 from autopart.ir.run.sync_option import parse_sync
+from autopart.plans.figure_errors import reading_figures
 
 if TYPE_CHECKING:
     import sympy
@@ -127,7 +128,8 @@ class Cost(dict[str, Any]):
                 why="they are computed from the entry 'timing' of a plan, which this plan lacks or has in an "
                 "older form", hint="make the plan again with autopart.plan(...), or keep this entry in the file",
             )  # fmt: skip
-        return from_data(data)
+        with reading_figures(self._plan):
+            return from_data(data)
 
     @cached_property
     def formula(self) -> Formula:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopart.common.files import read_text
+from autopart.common.json_text import parse_json
 from autopart.common.matrix_alignment import MOST_UNALIGNED
 from autopart.errors import OptionError
 
@@ -309,11 +309,8 @@ class _File:
     where: str
 
     def read(self) -> Hardware:
-        try:
-            data = json.loads(read_text(Path(self.where), "a hardware profile", OptionError, _FORM))
-        except json.JSONDecodeError as error:
-            raise self._error("cannot be read", f"it is not JSON: {error}") from error
-        return self.checked(data)
+        text = read_text(Path(self.where), "a hardware profile", OptionError, _FORM)
+        return self.checked(parse_json(text, self.where, OptionError, _FORM))
 
     def checked(self, data: Any) -> Hardware:
         if not isinstance(data, dict):

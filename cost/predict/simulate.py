@@ -18,6 +18,7 @@ from autopart.errors import PlanError
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedules import Schedule, can_run
+from autopart.plans.figure_errors import reading_figures
 from autopart.plans.headlines import fit_text, fits, step_size, utilisation
 
 if TYPE_CHECKING:
@@ -151,7 +152,8 @@ def simulate(plan: Plan) -> Simulation:
             "the plan has no 'timing'", why="a plan that autopart has made stores the durations of its stages there",
             hint="make the plan again with autopart.plan(...), or keep this entry in the file",
         )  # fmt: skip
-    return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
+    with reading_figures(plan):
+        return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 
 
 def simulated(

@@ -214,7 +214,7 @@ def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list
 
 
 def reason_of(kind: type, reasons: dict[str, str]) -> str:
-    """Return why an optimizer class cannot train shards, by the patterns of `reasons`; "" if no pattern matches."""
+    """Return why an optimizer class cannot train shards; "" if no pattern of `reasons` matches."""
     names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
     matching = [why for pattern, why in reasons.items() for name in names if re.search(pattern, name)]
     return matching[0] if matching else ""

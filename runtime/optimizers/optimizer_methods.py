@@ -118,7 +118,7 @@ class OptimizerMethods:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """Return the names of the two-dimensional parameters of a model, except embeddings and the output layer.
+    """Return the names of a model's two-dimensional parameters, without embeddings and output layer.
 
     A parameter that is tied to one of these is left out, too.
     """

@@ -1,4 +1,4 @@
-"""Exchange of shards with owner ranks: each sharded tensor is joined on one rank, and split again afterwards.
+"""Exchange of shards with owner ranks: each sharded tensor is joined on one rank, and split again.
 
 Each tensor has one owner among the ranks that store its shards. The tensors are distributed evenly over these ranks.
 So an update that needs full tensors, such as Muon's, is computed once, and the ranks compute different tensors at the
@@ -126,7 +126,7 @@ def assign_owners(
 
 
 def to_owners(shards: Mapping[str, Tensor], tensors: Sequence[OwnedTensor]) -> Steps[dict[str, Tensor]]:
-    """Send each shard to the tensor's owner. Return {name: full tensor} of the tensors that this rank owns.
+    """Send each shard to the tensor's owner. Return {name: full tensor} of this rank's tensors.
 
     Args:
         shards: {name: this rank's shard}. All ranks pass the same names.
@@ -198,7 +198,7 @@ def _unflatten(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 
 def run_on_groups(steps: Steps[T], process: Process) -> T:
-    """Run a computation on this rank, with its all-to-alls on the process groups of the mesh. A collective call."""
+    """Run a computation on this rank, on the process groups of the mesh. A collective call."""
     received: list[Any] | None = None
     while True:
         try:

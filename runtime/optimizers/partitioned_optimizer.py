@@ -1,4 +1,4 @@
-"""`PartitionedOptimizer`: a `torch.optim.Optimizer` whose update needs full tensors, on a partitioned model."""
+"""Optimizer of a partitioned model that updates full tensors: the result of `pm.optimizer`."""
 
 from __future__ import annotations
 

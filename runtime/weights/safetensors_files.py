@@ -7,7 +7,6 @@ unmapped. So files are closed when the bytes read exceed the size of the largest
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from autopart.common.files import read_text
+from autopart.common.json_text import parse_json, shortened
 from autopart.errors import CheckpointError
 from autopart.runtime.weights.lazy_tensors import LazyTensor
 
@@ -170,13 +170,19 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
     text = read_text(index, "an index of safetensors files", CheckpointError, _HINT)
-    try:
-        places = dict(json.loads(text)["weight_map"])
-    except (ValueError, TypeError, KeyError):
+    data = parse_json(text, str(index), CheckpointError, _HINT)
+    places = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(
             f"{index} is not an index of safetensors files",
-            why="it is not JSON with an entry 'weight_map', from names of tensors to files", hint=_HINT,
-        ) from None  # fmt: skip
+            why="it has no entry 'weight_map', from names of tensors to files", hint=_HINT,
+        )  # fmt: skip
+    outside = [file for file in places.values() if Path(file).is_absolute() or ".." in Path(file).parts]
+    if outside:
+        raise CheckpointError(
+            f"{index} names a file outside of its folder: {shortened(outside[0])!r}",
+            why="a checkpoint is in the folder of its index", hint="a checkpoint from a source that you trust",
+        )  # fmt: skip
     files: dict[Path, list[str] | None] = {}
     for name, file in sorted(places.items()):
         listed = files.setdefault(index.parent / file, [])

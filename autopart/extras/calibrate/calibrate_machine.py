@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from autopart.common.files import read_text
+from autopart.common.json_text import parse_json
 from autopart.cost.hardware.profile import DEFAULT, Hardware
 from autopart.errors import OptionError
 from autopart.extras.calibrate.calibration import mean_error, predicted_s, profile
@@ -191,8 +192,8 @@ def _without_defaults(row: Measured) -> dict[str, Any]:
 def read_measurements(path: str | Path) -> tuple[Device, list[Measured]]:
     """Read a file that `calibrate(raw=path)` wrote. Raises OptionError for any other file."""
     text = read_text(Path(path), "measurements", OptionError, _FORM)
+    data = parse_json(text, str(path), OptionError, _FORM)
     try:
-        data = json.loads(text)
         device, rows = Device(**data["device"]), data["measured"]
         return device, [Measured(**{**row, "shape": tuple(row.get("shape", ()))}) for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
