@@ -253,7 +253,7 @@ def _memory(plan: Plan) -> str:
     if max(map(len, lines)) > TEXT_WIDTH >= max(map(len, turned)):
         lines = turned  # a column for every pipeline coordinate
     of = f" of {step_size(plan)}" if step_size(plan) else ""
-    title = f"memory of the fullest rank in a training step{of} (AdamW; microbatches in flight)"
+    title = f"memory of the fullest rank (AdamW; microbatches in flight)\nin a training step{of}"
     return "\n".join([title, *lines, *indented([_uneven(plan)])])
 
 
