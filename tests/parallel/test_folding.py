@@ -219,7 +219,7 @@ def step_of(mesh, axes, sent, experts, options):
     """A step on processes against one device; what each rank holds, and the bytes it sends by kind and group."""
     model, batch = of_experts(experts)
     loss, expected = zoo.reference(model, batch)[1:]
-    found, communicate = Counter(), collectives._communicate
+    found, communicate = Counter(), collectives.communicate
 
     def counted(collective, x, *arguments):
         kind, share = SHARES[collective.__name__.split(".")[0]]
@@ -228,7 +228,7 @@ def step_of(mesh, axes, sent, experts, options):
 
     pins = folded(axes.split(), sent.split())
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, pins=pins, **options)
-    with mock.patch.object(collectives, "_communicate", counted):
+    with mock.patch.object(collectives, "communicate", counted):
         made = pm.step(**batch)
     zoo.assert_close_outputs(made, loss, where="loss")
     zoo.assert_same_grads(pm.full_grads(), {name: grad for name, grad in expected.items() if grad is not None})
