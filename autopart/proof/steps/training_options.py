@@ -52,8 +52,9 @@ class Training:
 
     def make_optimizer(self, named: Named) -> torch.optim.Optimizer:
         """Create the optimizer of [(name, parameter)]. Several optimizers are chained."""
-        made = self.optimizer(named)
-        return ChainedOptimizer(made) if isinstance(made, (list, tuple)) else made
+        made: Any = self.optimizer(named)
+        is_chain = isinstance(made, (list, tuple)) and all(isinstance(one, torch.optim.Optimizer) for one in made)
+        return ChainedOptimizer(made) if is_chain and made else made
 
     def batch(self, step: int) -> Mapping[str, Any]:
         """Return the arguments of the call in a step. The first step is 1."""
