@@ -131,7 +131,7 @@ class ParallelModule(
         loss = pm.step(**batch)
         optimizer.step()
 
-    Raises RuntimeSetupError if the processes do not fit the mesh, and TraceError for parameters before the trace.
+    Raises RuntimeSetupError if the processes do not fit the mesh, TraceError if parameters are read before tracing.
     """
 
     @torch.inference_mode(False)  # parameters created in inference mode could never be trained

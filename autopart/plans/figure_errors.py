@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading_figures(plan: Plan) -> Iterator[None]:
-    """Context manager that reports wrong figures of a plan from a file as PlanError."""
+    """Context manager that raises PlanError if figures of a plan file do not fit together."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

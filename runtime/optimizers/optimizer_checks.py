@@ -23,6 +23,7 @@ from autopart.compat.torch_function_internals import local_values, on_local_valu
 from autopart.errors import OptionError
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.gradients.no_sync import check_reduced
+from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.sharded_tensor.sharded_tensor import allow_reductions_in
 from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
 from autopart.runtime.shards.shared_parameters import check_not_originals
@@ -136,7 +137,7 @@ def _check(optimizer: torch.optim.Optimizer, has_gradients: bool = True) -> None
         check_reduced(process, f"{type(optimizer).__name__}.step()")
     if _CHECKED.get(optimizer) == len(parameters):
         return
-    if process is not None and process.groups and not getattr(optimizer, "updates_full_tensors", False):
+    if process is not None and process.groups and not isinstance(optimizer, PartitionedOptimizer):
         shard_infos = [shard_info for shard_info in map(shard_info_of, parameters) if shard_info is not None]
         sharded = next((shard_info for shard_info in shard_infos if shard_info.cuts), None)
         _check_class(optimizer, sharded, process)

@@ -48,11 +48,11 @@ class OptimizerMethods:
         Call it on every rank, like `step` and `state_dict` of the result. The result is a `torch.optim.Optimizer`.
 
         Args:
-            kind: optimizer class, or a function that creates an optimizer from parameter groups.
+            kind: optimizer class, or a `functools.partial` of one.
             params: parameters, (name, parameter) pairs or groups, as torch's constructors take them. A pattern of
                 names, such as `"*.mlp.*.weight"`, can replace a parameter. None: all trainable parameters; with
                 `others`, the hidden matrices: two-dimensional parameters except embeddings and the output layer.
-            others: optimizer of the remaining trainable parameters. None: they are not trained.
+            others: the same, for the remaining trainable parameters. None: they are not trained.
             options: options of `kind`, such as `lr`.
 
         Raises OptionError for patterns without a match, parameters that `kind` cannot train, and optimizers that need

@@ -25,9 +25,6 @@ class PartitionedOptimizer(Optimizer):
     while a state dict is saved or loaded.
     """
 
-    updates_full_tensors = True
-    """Optimizers with this attribute are not rejected for computing with full tensors."""
-
     def __init__(self, update: FullTensorUpdate, parameters: Mapping[str, nn.Parameter], process: Process) -> None:
         self._update, self._process = update, process
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -79,7 +76,7 @@ class PartitionedOptimizer(Optimizer):
 
     @contextmanager
     def shared_state(self) -> Iterator[None]:
-        """Let `state` have this rank's shards of all state in a `with` block. A collective call."""
+        """Context manager in which `state` has all optimizer state, sharded like the parameters. A collective call."""
         with torch.no_grad():
             shared = run_on_groups(self._update.shared_state(), self._process)
         self.state.update({self._parameters[name]: values for name, values in shared.items()})
@@ -106,7 +103,7 @@ class PartitionedOptimizer(Optimizer):
         )
 
     def _show_local_state(self) -> None:
-        """Let `state` have the entries of tensors that are updated as shards, and empty ones for all others.
+        """Set `state` to the entries of tensors that are updated as shards. All others get empty entries.
 
         torch takes an optimizer with an empty `state` for one that has not run yet.
         """

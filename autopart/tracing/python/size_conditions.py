@@ -100,13 +100,6 @@ class TracedSize(int):
     conditions: SizeConditions
     __hash__ = int.__hash__
 
-    def __bool__(self) -> bool:
-        return bool(_recorded("ne", self, 0))
-
-    def __int__(self) -> int:
-        self.conditions.record_conversion(self, "int", sys._getframe(1))
-        return int.__int__(self)
-
     def __float__(self) -> float:
         self.conditions.record_conversion(self, "float", sys._getframe(1))
         return int.__float__(self)
@@ -122,13 +115,6 @@ class TracedFloat(float):
     conditions: SizeConditions
     expression: Expression
     __hash__ = float.__hash__
-
-    def __bool__(self) -> bool:
-        return bool(_recorded("ne", self, 0))
-
-    def __int__(self) -> int:
-        self.conditions.record_conversion(self, "int", sys._getframe(1))
-        return int(float.__float__(self))
 
     def is_integer(self) -> bool:
         """Return True if the float has an integer value, and record it."""
@@ -232,6 +218,11 @@ def _linear(name: str, left: Any, right: Any) -> Any:
     return _traced(_function(name)(_plain(left), _plain(right)), name, (left, right))
 
 
+def _to_int(value: Any) -> int:
+    value.conditions.record_conversion(value, "int", sys._getframe(1))
+    return int(_plain(value))
+
+
 def _operations(kind: type) -> Mapping[str, Callable[..., Any]]:
     """Return {name of a special method: method} of `TracedSize` or `TracedFloat`."""
     methods: dict[str, Callable[..., Any]] = {}
@@ -253,6 +244,8 @@ def _operations(kind: type) -> Mapping[str, Callable[..., Any]]:
         add(_recorded, function, name, True)
     for method in ("floor", "ceil", "trunc"):
         methods[f"__{method}__"] = lambda self, name=f"math.{method}": _recorded(name, self, None)
+    methods["__bool__"] = lambda self: bool(_recorded("ne", self, 0))
+    methods["__int__"] = _to_int
     methods["__divmod__"] = lambda self, other: (self // other, self % other)
     methods["__rdivmod__"] = lambda self, other: (other // self, other % self)
     methods["__neg__"] = lambda self: 0 - self
