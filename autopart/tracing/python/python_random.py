@@ -54,11 +54,11 @@ class OwnGenerators:
     def __init__(self, model: nn.Module) -> None:
         files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
         holders = [*model.modules(), *(sys.modules[name] for name in files if name in sys.modules)]
-        direct = [value for holder in holders for value in list(vars(holder).values()) if isinstance(value, _KINDS)]
-        objects = [*{id(one): one for one in (*gc.get_objects(), *direct)}.values()]
-        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _KINDS) and _has_state(kind)}
+        kinds = {kind for kind in _subclasses_of(_KINDS) if _has_state(kind)}
         ignored = {id(random.random.__self__), id(np.random.rand.__self__)}  # type: ignore[attr-defined]
-        self.generators = [one for one in objects if type(one) in kinds and id(one) not in ignored]
+        listed = [one for one in gc.get_objects() if type(one) in kinds]  # of all objects of the process: must be cheap
+        direct = [value for holder in holders for value in list(vars(holder).values()) if type(value) in kinds]
+        self.generators = [*{id(one): one for one in (*listed, *direct) if id(one) not in ignored}.values()]
 
     def states(self) -> dict[int, Any]:
         """Return {number of a generator: its state as bytes}. Bytes can be compared, arrays in a state cannot."""
@@ -91,6 +91,15 @@ class OwnGenerators:
                  if value is generator and isinstance(name, str)]  # fmt: skip
         kind = f"a {type(generator).__module__.partition('.')[0]} {type(generator).__name__}"
         return min(names, key=lambda name: "." not in name, default=f"{kind} of its own")
+
+
+def _subclasses_of(kinds: Iterable[type]) -> set[type]:
+    found, pending = set[type](), [*kinds]
+    while pending:
+        kind = pending.pop()
+        found.add(kind)
+        pending += type.__subclasses__(kind)
+    return found
 
 
 def _has_state(kind: type) -> bool:
