@@ -1,7 +1,8 @@
 """accelerate for partitioned models: `Accelerator().prepare(pm, optimizer, dataloader, scheduler)`.
 
-A partitioned model moves, wraps and synchronizes itself. So for accelerate the ranks are one process with one global
-loss. With `local_batch=True` they are one process per data rank, for data loading and gathering only.
+A partitioned model distributes itself and returns the loss of the global batch. Accelerate therefore treats all ranks
+as one process. With `local_batch=True`, accelerate treats all ranks with equal samples (a data rank) as one process,
+but only for data loading and gathering.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OTHER_MODES = {
 
 
 class PartitionedAccelerator(Accelerator):
-    """Methods of an Accelerator whose model is partitioned.
+    """Accelerator whose model is partitioned. `adopt` gives a user's Accelerator this class.
 
     Attributes:
         partitioned: the partitioned model.
@@ -68,7 +69,7 @@ class PartitionedAccelerator(Accelerator):
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return a scheduler that steps once per data rank and optimizer step, as accelerate's does."""
+        """Return a scheduler that takes `num_processes` steps per optimizer step, as accelerate's does."""
         prepared = super().prepare_scheduler(scheduler)
         prepared.__class__ = DataRankScheduler
         prepared.split_batches, prepared.num_data_ranks = True, 1 if self.split_batches else self.num_processes
@@ -77,7 +78,10 @@ class PartitionedAccelerator(Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Return a loader of the global batch, or with `local_batch=True` of this data rank's samples."""
+        """Return a data loader of the global batch.
+
+        With `local_batch=True`, it loads this data rank's samples only.
+        """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if self.dispatch_batches:
@@ -114,7 +118,10 @@ class PartitionedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Accumulate gradients without reducing them, if parameters are not sharded over data ranks."""
+        """Accumulate gradients without reducing them.
+
+        If parameters are sharded over data ranks, or `model` is another model, gradients are reduced as usual.
+        """
         program = getattr(model, "_program", None)
         if model is not self.partitioned or program is None or sharded_error(program) is not None:
             yield
@@ -135,7 +142,7 @@ class PartitionedAccelerator(Accelerator):
         return recursively_apply(select, super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the tensors of all data ranks, and drop samples that the last batch repeats."""
+        """Gather the tensors of all data ranks, and drop samples that were repeated to fill the last batch."""
         if self.num_processes > 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         return super().gather_for_metrics(input_data) if _is_of_tensors(input_data) else input_data
@@ -177,7 +184,7 @@ class PartitionedAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: Any = None, **kwargs: Any) -> None:
-        """Load the result of `save_state`, also from another mesh. Every rank must call it."""
+        """Load a state that `save_state` wrote on any mesh. Every rank must call it."""
         with self._without_model_and_optimizers():
             super().load_state(input_dir, **kwargs)
         if input_dir is None:
@@ -196,16 +203,20 @@ class PartitionedAccelerator(Accelerator):
 
     @functools.cached_property
     def _first_ranks(self) -> list[int]:
-        """First rank of each data rank, in order of data ranks. The first access is a collective call."""
+        """For each data rank (group of ranks with equal samples), its first rank.
+
+        The first access is a collective call.
+        """
         data_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(data_ranks, self.partitioned.data_rank)
         return [data_ranks.index(data_rank) for data_rank in range(self.num_processes)]
 
 
 class DataRankScheduler(AcceleratedScheduler):
-    """Learning rate scheduler that steps once per data rank and optimizer step.
+    """Learning rate scheduler that takes `num_data_ranks` steps per optimizer step.
 
-    As in accelerate, the number of steps was counted before the samples were divided over data ranks.
+    Users of accelerate compute the number of steps before data loaders are sharded, so a sharded loader has fewer
+    batches than the scheduler has steps.
     """
 
     num_data_ranks = 1
@@ -271,7 +282,7 @@ def precision_of(module: ParallelModule) -> str | None:
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of torch in an optimizer of accelerate."""
+    """Return the torch optimizer that accelerate has wrapped."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

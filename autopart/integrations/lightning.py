@@ -48,7 +48,7 @@ class AutopartStrategy(DDPStrategy):
     attribute, else in its `training_step` (or `validation_step`, ...) with the first batch.
 
     Args:
-        mesh: as `parallelize`, with named axes.
+        mesh: mesh with named axes, such as "dp2,tp2", as in `parallelize`.
         modules: names of the submodules to partition.  [default: all direct submodules that have parameters]
         **options: `RunOptions`.
 
@@ -83,7 +83,7 @@ class AutopartStrategy(DDPStrategy):
             _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
     def setup(self, trainer: Any) -> None:
-        """Partition the model, then create the optimizers."""
+        """Partition the submodules, then create the optimizers of their shards."""
         self.accelerator.setup(trainer)
         trainer._accelerator_connector.use_distributed_sampler &= self.is_local
         self._map_precision()
@@ -96,7 +96,7 @@ class AutopartStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _map_precision(self) -> None:
-        """Replace mixed precision of Lightning by `precision=` of the partitioned model."""
+        """Replace Lightning's mixed precision by the option `precision=` of the partitioned model."""
         name, plugin = self.precision_plugin.precision, self.precision_plugin
         if isinstance(plugin, MixedPrecision) and name in MIXED:
             if self._options.setdefault("precision", MIXED[name]) != MIXED[name]:
@@ -135,7 +135,7 @@ class AutopartStrategy(DDPStrategy):
         return parallelize(model, self._mesh, example_args=args, example_kwargs=kwargs, **self._options)
 
     def _localize_metrics(self) -> None:
-        """Make metrics of torchmetrics reduce over the data ranks only: ranks with equal samples count once."""
+        """Make torchmetrics reduce over data ranks only, so that ranks with equal samples count once."""
         for metric in self.lightning_module.modules():
             if hasattr(metric, "distributed_available_fn"):
                 if self.is_local and self.num_data_ranks > 1:
@@ -144,7 +144,7 @@ class AutopartStrategy(DDPStrategy):
                     metric.distributed_available_fn = _never
 
     def teardown(self) -> None:
-        """Leave the model on its device: a partitioned model cannot move to the CPU."""
+        """Clean up without moving the model to the CPU, because a partitioned model cannot move."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -166,7 +166,10 @@ class AutopartStrategy(DDPStrategy):
 
     @functools.cached_property
     def _data_group(self) -> dist.ProcessGroup:
-        """Process group of the ranks that have this rank's index among ranks with equal samples."""
+        """Process group with one rank of each data rank, this rank included.
+
+        If several ranks compute equal samples (a data rank), each group has the ranks with one index among them.
+        """
         mesh = self._mesh
         by_data_rank: dict[int, list[int]] = {}
         for rank in range(mesh.num_ranks):
@@ -175,7 +178,10 @@ class AutopartStrategy(DDPStrategy):
         return next(group for ranks in groups if (group := dist.new_group(list(ranks))) and self.global_rank in ranks)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a value over the data ranks. Without `local_batch=True` it is global already."""
+        """Reduce a value over the data ranks.
+
+        Without `local_batch=True`, every rank has the value of the global batch already, so it is returned unchanged.
+        """
         if self.num_data_ranks == 1 or not isinstance(tensor, Tensor):
             return tensor
         return super().reduce(tensor, self._data_group, reduce_op)
@@ -186,7 +192,7 @@ class AutopartStrategy(DDPStrategy):
         return bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor of all data ranks, as a new first dim.
+        """Gather the tensors of all data ranks, and stack them along a new first dim.
 
         Without `local_batch=True`, return the tensor unchanged.
         """
@@ -198,11 +204,14 @@ class AutopartStrategy(DDPStrategy):
 
     @property
     def _calls_step(self) -> bool:
-        """True if the gradients come from `pm.step`: on pipelines, and with scaled losses."""
+        """True if `pm.step` must compute the gradients: on a pipeline, or if the loss is scaled (fp16)."""
         return self._mesh.size("pp") > 1 or any(one._loss_scaling is not None for one in self.partitioned)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the hook `training_step`. On a pipeline, calls of the model run `step`, backward included."""
+        """Run the user's hook `training_step`.
+
+        On a pipeline or with fp16, calls of the model run `pm.step` instead, which includes the backward.
+        """
         with ExitStack() as stack:
             for module in self.partitioned if self._calls_step else ():
                 stack.enter_context(calling_instead(module, self._step))
@@ -216,7 +225,7 @@ class AutopartStrategy(DDPStrategy):
         return step.outputs
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward. On a pipeline, add the gradients that the calls of `step` have computed."""
+        """Run backward. Then add the gradients that calls of `pm.step` in `training_step` have computed."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         steps, self._steps = self._steps, []
         for step in steps:
@@ -225,9 +234,11 @@ class AutopartStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them, if parameters are not sharded over data ranks.
+        """Accumulate gradients without reducing them.
 
-        Gradients of `pm.step` are always reduced, because `_Step` sets earlier gradients aside.
+        If parameters are sharded over data ranks, gradients are reduced as usual.
+
+        Gradients of `pm.step` are always reduced, because `_Step` stores earlier gradients separately.
         """
         with ExitStack() as stack:
             for module in self.partitioned if not self._calls_step else ():
@@ -246,7 +257,7 @@ class AutopartStrategy(DDPStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return no tensors: `save_checkpoint` writes the shards of every rank."""
+        """Return an empty state dict, because `save_checkpoint` writes the shards of every rank."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -262,7 +273,7 @@ class AutopartStrategy(DDPStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the result of `save_checkpoint`, saved on any mesh."""
+        """Load a checkpoint that `save_checkpoint` wrote on any mesh."""
         folder = Path(self.broadcast(checkpoint_path))
         if not (folder / STATE).is_dir():
             raise UsageError(
@@ -281,7 +292,7 @@ class AutopartStrategy(DDPStrategy):
 
 
 class LightningMetrics(Callback):
-    """Callback that logs `pm.metrics()` every `log_every_n_steps` steps, as `autopart/mfu` and so on."""
+    """Callback that logs `pm.metrics()` every `log_every_n_steps` steps, under names like `autopart/mfu`."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the metrics of the first partitioned model."""
@@ -291,10 +302,10 @@ class LightningMetrics(Callback):
 
 
 class _Step:
-    """A call of `pm.step` in `training_step`, whose gradients are added to `.grad` in `backward`.
+    """A call of `pm.step` in the hook `training_step`. `backward` adds its gradients to `.grad`.
 
-    Lightning sets gradients to zero between the two. `outputs` require gradients, so that `backward` yields the factor
-    of the loss in the user's loss.
+    The gradients are stored in between, because Lightning zeroes `.grad` between `training_step` and `backward`.
+    `outputs` require gradients, so that `backward` computes the derivative of the user's loss by the model's loss.
     """
 
     def __init__(self, module: ParallelModule, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -334,7 +345,7 @@ class _Step:
 
 
 class _Called(Exception):
-    """Raised in place of a call of a submodule."""
+    """Exception that stops a run at the first call of a submodule. It contains the call's arguments."""
 
     def __init__(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         super().__init__(name)
@@ -342,7 +353,7 @@ class _Called(Exception):
 
 
 class _Example:
-    """A call of the LightningModule, in which its submodules get the inputs for their traces."""
+    """A trial call of the LightningModule, to record with which inputs it calls its submodules."""
 
     def __init__(self, trainer: Any, strategy: AutopartStrategy) -> None:
         self.trainer, self.strategy, self.module = trainer, strategy, strategy.lightning_module
@@ -355,9 +366,9 @@ class _Example:
         self.loop, self.step = loops[fn], names[fn]
 
     def first_call(self, names: set[str]) -> tuple[str, tuple, Mapping[str, Any]]:
-        """Return (name, args, kwargs) of the first call of one of these submodules.
+        """Return (name of the submodule, args, kwargs) of the first call of one of these submodules.
 
-        The call itself does not run.
+        The run stops there: the submodule's forward is not executed.
         """
         hooks = []
         for name in names:
@@ -397,7 +408,7 @@ class _Example:
 
     @functools.cached_property
     def batch(self) -> Any:
-        """The first batch of the loop's data loaders, from iterators of their own."""
+        """The first batch of the data loaders. The iterators of the training loop do not advance."""
         loaders = self.loop._data_source.dataloader()
         if not isinstance(loaders, CombinedLoader):
             loaders = CombinedLoader(loaders, "max_size_cycle" if self.step == "training_step" else "sequential")
@@ -413,7 +424,7 @@ class _Example:
 
     @contextmanager
     def _without_logging(self) -> Iterator[None]:
-        """Replace methods of the LightningModule that need a running loop or optimizers."""
+        """Context manager that replaces methods of the LightningModule that need a running loop or optimizers."""
         module: Any = self.module
         replaced: dict[str, Any] = dict.fromkeys(("log", "log_dict", "manual_backward"), _ignore)
         if not module.automatic_optimization:
@@ -426,7 +437,7 @@ class _Example:
                 del module.__dict__[name]
 
     def _unused_optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the user's optimizers of the parameters before they are partitioned."""
+        """Return the user's optimizers, created for the parameters before partitioning. They take no steps."""
         self.strategy.setup_optimizers(self.trainer)
         optimizers = self.strategy.optimizers
         return optimizers[0] if len(optimizers) == 1 else optimizers

@@ -1,4 +1,4 @@
-"""PEFT: refuses adapters on a model that is partitioned already."""
+"""PEFT: raise an error if adapters are added to a model that is partitioned already."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ def save_sharded(module: nn.Module, optimizers: Sequence[Optimizer], folder: str
 
 
 def load_sharded(module: nn.Module, optimizers: Sequence[Optimizer], folder: str | Path) -> None:
-    """Load the result of `save_sharded`, on any mesh. A collective call.
+    """Load a checkpoint that `save_sharded` wrote on any mesh. A collective call.
 
-    Without optimizers, it loads the model only.
+    If `optimizers` is empty, only the model is loaded.
     """
     weights, moments = get_state_dict(module, list(optimizers))
     state: dict[str, Any] = {"model": weights, **({"optimizer": moments} if optimizers else {})}

@@ -1,7 +1,8 @@
 """transformers' Trainer for partitioned models: `Trainer(model=pm, args=args, ...)`.
 
-`Trainer.__init__` gives a trainer of a partitioned model, also one of a subclass, the methods of `PartitionedTrainer`.
-They replace what Trainer does per process: data loading, the training step, saving and loading.
+If the model is partitioned, `Trainer.__init__` changes the class of the trainer: it gets the methods of
+`PartitionedTrainer`. They replace the parts of Trainer that assume one full model per process: data loading, the
+training step, saving and loading.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ REFUSED = {
 
 
 class TrainerMetrics(TrainerCallback):
-    """Callback that adds `pm.metrics()` to each log of a training loss, as `autopart/mfu` and so on."""
+    """Callback that adds `pm.metrics()` to each log of a training loss, with names such as `autopart/mfu`."""
 
 
 class PartitionedTrainer(Trainer):
     """Methods of a Trainer whose model is partitioned.
 
-    Every rank loads the global batch: `per_device_train_batch_size` samples for each data rank of the mesh. With
-    `local_batch=True` every rank loads the samples of its data rank.
+    A data rank is a group of ranks that compute equal samples. The global batch has `per_device_train_batch_size`
+    samples for each data rank. Every rank loads the global batch, or with `local_batch=True` only the samples of its
+    data rank.
     """
 
     model: ParallelModule
@@ -82,7 +84,7 @@ class PartitionedTrainer(Trainer):
         self.model_accepts_loss_kwargs = getattr(inner, "accepts_loss_kwargs", takes_any)
 
     def _set_signature_columns_if_needed(self: Any) -> None:
-        """Use the columns that the user's model takes, unless the trainer's class chooses them."""
+        """Keep the dataset columns that the user's model takes, unless the trainer's class chooses columns."""
         inherited = super()._set_signature_columns_if_needed
         if inherited.__func__ is not Trainer._set_signature_columns_if_needed:
             inherited()
@@ -91,7 +93,10 @@ class PartitionedTrainer(Trainer):
             self._signature_columns = list(dict.fromkeys([*inputs, "label", "label_ids", *self.label_names]))
 
     def _move_model_to_device(self: Any, model: Any, device: torch.device) -> None:
-        """Do nothing: each rank has its shards on its device. Raise UsageError for another kind of device."""
+        """Do not move the model: each rank has its shards on its device.
+
+        Raises UsageError if the trainer's device has another type.
+        """
         if model.device.type != torch.device(device).type:
             raise UsageError(
                 f"the partitioned model is on {model.device.type}, and TrainingArguments choose {device}",
@@ -105,7 +110,10 @@ class PartitionedTrainer(Trainer):
     # --- data ----------------------------------------------------------------------------------------------------
 
     def _get_dataloader(self: Any, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        """Return a loader of the global batch, or with `local_batch=True` of this data rank's samples."""
+        """Return a data loader of the global batch.
+
+        With `local_batch=True`, it loads this data rank's samples only.
+        """
         if not self.model._local_batch:
             batch_size *= self.model.num_data_ranks
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
@@ -114,7 +122,10 @@ class PartitionedTrainer(Trainer):
         return self._train_batch_size * args.gradient_accumulation_steps * self.model.num_data_ranks
 
     def get_tp_size(self: Any) -> int:
-        """Number of ranks that share a loss: all processes of the accelerator, because the loss is global."""
+        """Return the number of processes that Trainer treats as one, because they have a common loss.
+
+        The loss is global, so all processes of the accelerator count.
+        """
         return self.accelerator.num_processes
 
     def _get_num_items_in_batch(self: Any, batch_samples: list, device: torch.device) -> Any:
@@ -128,9 +139,9 @@ class PartitionedTrainer(Trainer):
     # --- training and evaluation ---------------------------------------------------------------------------------
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one batch, by `step` if the loss is the model's.
+        """Run forward and backward of one batch. If the model computes the loss, `pm.step` runs both.
 
-        A loss that the trainer computes from outputs needs a mesh without `pp`.
+        Raises UsageError if the trainer computes the loss from outputs, and the mesh has `pp` or the precision is fp16.
         """
         custom = self._custom_loss()
         if custom is not None:
@@ -162,7 +173,7 @@ class PartitionedTrainer(Trainer):
         return None if own is Trainer.compute_loss else f"{own.__qualname__}()"
 
     def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return loss, logits and labels of the global batch, or with `local_batch=True` of this data rank."""
+        """Return (loss, logits, labels) of the global batch; with `local_batch=True`, of this data rank's."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and not self.model._local_batch:
             loss = loss.expand(self.model.num_data_ranks)  # Trainer repeats it per_device_eval_batch_size times
@@ -216,7 +227,7 @@ class PartitionedTrainer(Trainer):
         self.model.load_pretrained(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        """Load the state of optimizer and scheduler, saved on any mesh."""
+        """Load the states of the optimizer and the scheduler. They may have been saved on another mesh."""
         if checkpoint is None:
             return
         if not (Path(checkpoint) / STATE).is_dir():
@@ -248,7 +259,7 @@ class PartitionedTrainer(Trainer):
 def partitioned(kind: Any) -> Any:
     """Return the subclass of a Trainer class that trains a partitioned model.
 
-    `Trainer(model=pm)` and its subclasses become this class by themselves.
+    `Trainer(model=pm)` switches to this class automatically, and so do subclasses of Trainer.
     """
     return type(kind.__name__, (PartitionedTrainer, kind), {"__module__": kind.__module__})
 

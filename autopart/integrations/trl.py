@@ -1,7 +1,7 @@
-"""TRL's trainers for partitioned models: their language model head, on vocabulary-parallel logits.
+"""TRL's trainers for partitioned models: a language model head on vocabulary-parallel logits.
 
-TRL replaces `model.forward` by one that multiplies hidden states by the head's weight, in tiles. For a partitioned
-model the same values come from the model's logits, which stay sharded over `tp`.
+TRL replaces `model.forward` by a function that multiplies hidden states by the head's weight, in tiles. For a
+partitioned model, this module computes TRL's values from the model's logits, which stay sharded over `tp`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "add_fused_lm_head"
 
 
 def connect_trainer(kind: type) -> None:
-    """Connect the modules that define a trainer class and its bases, if they use TRL's fused head."""
+    """Replace TRL's fused head in the Python modules that define a trainer class and its bases."""
     for base in kind.__mro__:
         module = sys.modules.get(base.__module__)
         original = getattr(module, NAME, None)
@@ -45,11 +45,11 @@ def add_parallel_head(
     model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:  # fmt: skip
-    """Do what TRL's `add_fused_lm_head` does for a model, in plain operators on its logits.
+    """Replace TRL's `add_fused_lm_head`: compute the same outputs with plain operators on the logits.
 
     Args:
         model: the model before it was partitioned. Calls with `fused_lm_head=True` are traced with the new forward.
-        temperature, outputs: as in TRL.
+        temperature, outputs: arguments of TRL's `add_fused_lm_head`.
         cast_lm_head_to_fp32: True to compute probabilities in float32. The product with the head's weight stays in the
             dtype of the model.
     """
@@ -81,7 +81,7 @@ def add_parallel_head(
 def per_token(logits: torch.Tensor, labels: torch.Tensor, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Return the fields of TRL's `FusedCausalLMOutput` for each token.
 
-    They are zero where the label is ignored.
+    They are zero for tokens with an ignored label (-100).
     """
     mask, flat = labels != IGNORED, logits.flatten(0, 1)
     loss = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view(labels.shape)

@@ -58,13 +58,13 @@ class _Traced:
 
     Attributes:
         with_outputs: for a model with a `loss_fn`: True if the trace includes the model's own outputs.
-        guards: the Python values that the trace depends on.
+        guards: the Python values on which the trace depends. If one changes, the trace is not used again.
         first_guards: guards of the first trace with the same shapes, dtypes and options.
         changed_values: the differences between `first_guards` and `guards`, as text. Ranks compare this text.
-        row_inputs: as in `Program`.
+        row_inputs: with `local_batch=True`, names of the inputs that have only this rank's samples; else None.
         programs: {purpose: program} of the programs written so far.
-        derived_from: for a call that was not traced: the traced calls with other sizes, and the sizes of this call. All
-            other attributes are then those of one of the traced calls.
+        derived_from: None for a traced call. For a derived call: (traced calls with other sizes, sizes of this call).
+            The other attributes of a derived call are copied from one of these traced calls.
     """
 
     trace: Trace
@@ -81,7 +81,10 @@ class _Traced:
 
     @property
     def can_be_derived_from(self) -> bool:
-        """True if the call depends on sizes and types only, not on values that Python reads or changes."""
+        """True if calls with other sizes can be derived from this one.
+
+        The model's Python code must then depend on sizes and dtypes only, not on values that it reads or changes.
+        """
         return not (self.changed_values or self.trace.value_guards or self.trace.attribute_updates)
 
 
@@ -146,8 +149,8 @@ class Compiler:
         """The plan. Available after the first trace, or if a plan was passed.
 
         Its figures (time, memory, FLOPs) depend on `torch.autocast`. If the last training call ran under other autocast
-        settings than the call that was planned, the figures are counted for the last call. A note has the largest batch
-        of a training step so far, if it is larger than the batch that was planned.
+        settings than the call that was planned, the figures are counted for the last call. If a training step had a
+        larger batch than the planned call, a note in the plan gives its size.
         """
         if self._plan is None:
             raise PlanError("there is no plan yet", why="the model is traced at the first call",
@@ -175,7 +178,7 @@ class Compiler:
         return replace(plan_of(class_of(self.model), draft, options, figures, plan.reasons), pins=plan.pins)
 
     def ready(self) -> Program | None:
-        """Return the forward program of the example call; None if no example call was passed at construction."""
+        """Return the forward program of the example call; None if no example call was traced."""
         return None if self._example is None else self._write(self._example, "forward")
 
     def agreed(self) -> dict[str, str]:
@@ -194,7 +197,10 @@ class Compiler:
         self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool, settings: Settings = NO_SETTINGS,
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
-        """Return the program for a call, and the tensors of the call. A new kind of call is traced."""
+        """Return the program for a call, and the input tensors of the program.
+
+        A call with new shapes, dtypes, options or mode is traced first, or its program is derived from traced calls.
+        """
         arguments = self._bound(args, kwargs)
         if not torch.is_grad_enabled() and purpose == "forward":
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
@@ -240,9 +246,10 @@ class Compiler:
     def _find(
         self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None, purpose: str
     ) -> tuple[_Traced, Call]:  # fmt: skip
-        """Return the trace of a call, and the tensors of the call.
+        """Return the trace of a call, and the call with its tensors.
 
-        A new kind of call is traced. A call of a known kind with new sizes is derived, if that is possible.
+        If no earlier trace can be used, the call is traced. If earlier traces differ from the call in sizes only, the
+        program is derived from them when possible.
         """
         arguments, call, inference = _flattened(arguments)
         with_outputs = purpose == "step_outputs" and loss_fn is not None
@@ -343,7 +350,10 @@ class Compiler:
     def _derived_by_anchor(
         self, family: CallFamily[_Traced], sizes: Sizes, purpose: str, trace: Callable[[Sizes], _Traced]
     ) -> _Traced | None:  # fmt: skip
-        """Trace a larger or smaller call than this one, and derive this one; None if that is impossible."""
+        """Trace a larger or smaller call (the anchor), and derive this call from it and earlier traces.
+
+        Returns None if the anchor cannot be traced, or this call cannot be derived.
+        """
         anchor = family.anchor(sizes)
         if anchor is None:
             return None
@@ -383,7 +393,10 @@ class Compiler:
         return {**traced.trace.buffers, **self.buffers}
 
     def _changed_values(self, first: Guards) -> str:
-        """Return the Python values that differ from those of an earlier trace. Warn at the first difference."""
+        """Return, as text, the Python values that have changed since an earlier trace.
+
+        Warn when this happens for the first time.
+        """
         changes = [*first.changes()]
         if changes and not self._has_warned_of_change:
             self._has_warned_of_change = True
@@ -492,9 +505,9 @@ class Compiler:
 
 
 def _flattened(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Call, bool]:
-    """Return the arguments of a call, the call, and whether its tensors stay inference tensors.
+    """Return (arguments, call with its tensors, True if there are inference tensors among these).
 
-    Outside of inference mode, inference tensors are replaced, because autograd cannot save them.
+    Outside of inference mode, inference tensors are replaced by normal ones, because autograd cannot save them.
     """
     call = flatten_call(arguments)
     check_values(call)
@@ -506,7 +519,7 @@ def _flattened(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Call, b
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:
-    """Return an error if a `loss_fn` does not return a scalar loss, else None."""
+    """Return the error for a `loss_fn` that does not return a scalar loss; None if there is no `loss_fn`."""
     if loss_fn is None:
         return None
     returned = [format_value(o) for o in traced.graph.output_node().args[0] if isinstance(o, fx.Node)]

@@ -95,7 +95,7 @@ def prepare(
 
     Args:
         double: True to make the graph compute in float64, even if the model casts to a smaller dtype.
-        written: frozen parameters that another call writes.
+        written: names of frozen parameters that an earlier trace writes. They are treated as written here too.
         precision: mixed precision, in place of the model's own dtypes. If `double` is set, its casts become identities.
         fold: True to deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a
             graph is not run.
@@ -160,9 +160,9 @@ def unfolded(traced: Trace) -> Trace:
 
 
 def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
-    """Return the annotated trace with equal blocks deduplicated, but only within a pipeline stage.
+    """Return the annotated trace in which one block represents all equal blocks of a pipeline stage.
 
-    A block that contains a stage boundary is neither removed nor does it represent other blocks.
+    A block that contains a stage boundary is not deduplicated.
     """
     if mesh.size("pp") == 1 or traced.whole is None:
         return traced
@@ -201,8 +201,8 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     """Choose a plan for an annotated trace.
 
     If the trace has deduplicated blocks, the deduplicated trace is planned, because that is faster and gives an equal
-    plan. The full trace is planned if an option excludes deduplication. It is also planned if planning fails, so that
-    the error names the right block.
+    plan. The full trace is planned in two cases: an option excludes deduplication, or planning the deduplicated trace
+    fails. In the second case the error then names the right block.
     """
     if traced.folds and not traced.checkpointed and can_be_folded(mesh, options):
         try:
@@ -247,7 +247,7 @@ def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
 def candidates(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
     """Return the settings to try under a memory limit, fastest first, as {option: value}.
 
-    Only options that the user left open are set. The first candidate sets no option, the next ones set sequence
+    Only options that the user has not set are changed. The candidates are, in this order: no change, sequence
     parallelism, `zero=3`, and both.
     """
     cuts: list[dict[str, Any]] = [{}]
@@ -271,10 +271,11 @@ def _memory_error(traced: Trace, mesh: Mesh, options: Options, draft: Draft, nee
 
 
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
-    """Return True if blocks can be deduplicated, because all options treat equal blocks in the same way.
+    """Return True if planning can deduplicate blocks: no option treats equal blocks differently.
 
-    Pins, recomputation by block name, `dp_sync` methods by parameter name and `prefetch` above 1 can treat equal blocks
-    differently. Dumps of passes also exclude deduplication, because they show the full graph.
+    Options that can treat equal blocks differently are pins (layouts or stages that the user fixes), recomputation by
+    block name, `dp_sync` other than all-reduce, and `prefetch` above 1. Dumps of passes also exclude deduplication,
+    because they show the full graph.
     """
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
     sync_is_plain = parse_sync(options.dp_sync).is_default
@@ -286,7 +287,10 @@ def _reasons(draft: Draft) -> Reasons:
 
 
 def _worst_bytes(draft: Draft, is_compiled: bool) -> int | None:
-    """Return the bytes of the fullest rank if its experts get all tokens; None without expert dispatch."""
+    """Return the memory in bytes of the fullest rank in the worst case: its experts get all tokens.
+
+    Returns None if the program has no expert dispatch (all-to-all).
+    """
     problem, decisions = draft.problem, draft.decisions
     if not decisions.routes:
         return None
@@ -315,8 +319,8 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     """Choose placements and stages of a plan, and write its program.
 
     Args:
-        known: an earlier draft for an equal number of `tp` ranks. Its placements are reused, and only stages are
-            chosen.
+        known: an earlier draft for a mesh with as many `tp` ranks. Its placements are reused, and only the pipeline
+            stages are chosen again.
     """
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
@@ -375,7 +379,7 @@ def written(
 def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:
     """Return the planning problem of a trace, a mesh and options.
 
-    `schedule`: None takes the schedule from the options, or a default.
+    `schedule`: pipeline schedule. None: the one in the options, or a default.
     """
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
@@ -387,8 +391,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
 def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
     """Return a function of (mesh, changed options) that estimates the memory of each rank.
 
-    If the feature axes (`tp`) keep their sizes, and `sequence_parallel` is unchanged, it reuses the placements of
-    `draft`.
+    The estimate reuses the placements of `draft` if sizes of feature axes (`tp`) and `sequence_parallel` are unchanged.
     """
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
@@ -404,7 +407,7 @@ def _feature_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def left_open(options: Options) -> dict[str, Any]:
-    """Return {option: current value} of the options that may be changed to save memory."""
+    """Return {option: current value} of the options that the user left open and that can save memory."""
     return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
 
 
@@ -439,7 +442,7 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
 
 
 def _divisors(size: int, most: int) -> list[int]:
-    """Return the divisors of `size` that are at most `most`, largest first."""
+    """Return the divisors of `size` that do not exceed `most`, largest first."""
     return [m for m in range(min(size, most), 0, -1) if size % m == 0]
 
 

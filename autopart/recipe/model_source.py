@@ -210,7 +210,7 @@ def _config_path(named: str | Path) -> Path:
 
 
 def _longest(config: Any) -> int | None:
-    """Return the config's maximum sequence length; None if it has none."""
+    """Return the maximum sequence length that a config sets; None if it sets none."""
     text = config.get_text_config()
     lengths = (getattr(text, name, None) for name in _LENGTHS)
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)
@@ -234,7 +234,7 @@ def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) ->
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return two rows of random tokens for a transformers model, at most `LONGEST` tokens long.
+    """Return an example call of a transformers model: two samples of at most `LONGEST` random tokens.
 
     Raises InputError for any other model.
     """

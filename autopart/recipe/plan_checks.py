@@ -22,7 +22,7 @@ from autopart.plans.plan import Plan
 
 
 def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a fingerprint of a model: names and shapes of all its parameters."""
+    """Return a fingerprint (hash of parameter names and shapes) and the number of parameters of a model."""
     listing = "\n".join(f"{name} {list(p.shape)}" for name, p in sorted(parameters.items()))
     number = sum(p.numel() for p in parameters.values())
     return {"fingerprint": hashlib.sha256(listing.encode()).hexdigest(), "num_parameters": number}

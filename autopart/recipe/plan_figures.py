@@ -51,8 +51,9 @@ class Draft(NamedTuple):
         program: the program of the decisions.
         solved: {axis: result of the layout solver}.
         walks: liveness analysis of each stage.
-        whole: variant of the program without scatter-gather sends between stages. FLOPs and bytes of operators are
-            counted on it. None: the program has no such sends.
+        whole: variant of the program in which every `tp` rank sends full tensors to the next stage, without
+            scatter-gather sends. FLOPs and bytes of operators are counted on this variant. None: the program has no
+            scatter-gather sends.
     """
 
     problem: Problem
@@ -87,7 +88,7 @@ def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_e
 
 
 def _tail_notes(draft: Draft, options: Options) -> list[str]:
-    """Return a note if the schedule was chosen because operators must run once for all microbatches."""
+    """Return a note if operators that must run once on all microbatches decided the schedule."""
     tail, name = draft.decisions.tail, draft.problem.schedule.name
     if not tail or options.schedule is not None:
         return []
@@ -105,7 +106,7 @@ def plan_of(
         kind: class name of the model.
         figures: as returned by `figures_of`.
         notes: notes to append.
-        worst_bytes: bytes of the fullest rank if it gets all tokens of the experts.
+        worst_bytes: memory in bytes of the fullest rank if its experts get all tokens.
     """
     problem, decisions, program, solved, *_ = draft
     traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware

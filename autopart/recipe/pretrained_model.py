@@ -15,13 +15,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def meta_model(folder: Path, task: str | type | None, dtype: torch.dtype | str | None, changes: Any) -> nn.Module:
-    """Return the model of a folder on the meta device, in eval mode as `from_pretrained` returns it.
+    """Return the transformers model of a folder, on the meta device and in eval mode.
 
     Args:
-        task: name of a task such as "causal-lm" or "text-generation", name of a class of transformers, or a class.
-            None: the class that the config names.
-        dtype: dtype of the parameters. None or "auto": that of the config.
-        changes: {attribute of the config: value}.
+        task: a task such as "causal-lm" or "text-generation", the name of a transformers class, or a class. None: the
+            class that the config names.
+        dtype: dtype of the parameters. None or "auto": the dtype in the config.
+        changes: {attribute of the config: new value}.
     """
     try:
         import transformers

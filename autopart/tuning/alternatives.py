@@ -43,7 +43,7 @@ def _has_one_axis(candidate: Candidate, axis: str) -> bool:
 
 
 def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) -> Iterator[str]:
-    """Yield one line for each well-known configuration: how much slower it is, or that it does not fit."""
+    """Yield a line for each well-known configuration: how much slower it is, or that memory is too small."""
     swept = space.sweep(devices)
     for name, is_one in famous(space.hardware.devices_per_node).items():
         family = [candidate for candidate in swept if is_one(candidate)]

@@ -1,8 +1,9 @@
 """Search for a mesh and its options: formulas evaluate all candidates, and the best are simulated.
 
-The search traces a copy of the model with few of its repeated blocks once. For each layout kind (with and without
-`tp`, sequence parallelism, `cp` and `ep`) and recomputation mode, it builds a cost table: FLOPs, bytes and memory of
-the operators. Formulas (`cost.formula`) and simulations (`cost.predict.table`) use these tables.
+The search traces a copy of the model with few of its repeated blocks, once. A layout kind states which of `tp`,
+sequence parallelism, `cp` and `ep` are used. For each layout kind and recomputation mode, the search builds a cost
+table: FLOPs, bytes and memory of the operators. Formulas (`cost.formula`) and simulations (`cost.predict.table`) use
+these tables.
 """
 
 from __future__ import annotations
@@ -127,13 +128,11 @@ class Candidate:
 
 
 class LayoutKind(NamedTuple):
-    """Properties of a mesh on which the layouts of tensors depend.
-
-    The search builds one cost table for each layout kind and recomputation mode.
+    """Properties of a mesh on which the layouts of tensors depend, such as whether `tp` has several ranks.
 
     Args:
         tensor: True if `tp` has several ranks.
-        sequence_parallel: True for sequence parallelism over `tp`.
+        sequence_parallel: True if sequence parallelism over `tp` is used.
         context: number of `cp` ranks for which operators are counted: 1, 2 or 8.
         experts: True if `ep` has several ranks.
     """
@@ -147,8 +146,8 @@ class LayoutKind(NamedTuple):
     def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
         """Return the layout kind of a mesh.
 
-        Meshes with 2 to 7 `cp` ranks share a kind, and so do meshes with 8 or more: with 8 ranks, another method of
-        context-parallel attention can become the cheapest.
+        All meshes with 2 to 7 `cp` ranks count as 2 ranks, and all with 8 or more as 8. The limit is 8 because another
+        method of context-parallel attention (ring or all-to-all) can be the cheapest from there.
         """
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
         return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
@@ -174,8 +173,8 @@ class Space:
         assumed: values for fields of `cost.predict.run_setting.RunSetting` that replace those of autopart's runtime,
             such as `{"state_bytes": 8}`.
         precision: compute dtype and reduction dtype.
-        methods: `dp_sync` methods to try.
-        balance, sequence_dims: as in `autopart.plan`.
+        methods: gradient synchronization methods (option `dp_sync`) to try, such as PowerSGD.
+        balance, sequence_dims: the options of `autopart.plan` with these names.
         tables: the cost tables built so far.
     """
 
@@ -281,7 +280,7 @@ class Space:
     def sweep(self, devices: int) -> list[Candidate]:
         """Evaluate all candidates with the formulas, and return them, fastest first.
 
-        Pipelines run 1F1B or interleaved 1F1B. Other schedules are tried later, by `rescheduled`.
+        Candidates with a pipeline run 1F1B or interleaved 1F1B. `rescheduled` tries other schedules later.
         """
         if devices in self._sweeps:
             return self._sweeps[devices]
@@ -347,7 +346,7 @@ class Space:
                         continue
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Simulate a candidate with each `dp_sync` method that its ZeRO stage allows.
+        """Simulate a candidate with each gradient synchronization method that its ZeRO stage allows.
 
         Methods that average models need `zero=0`. Methods that compress gradients need `zero=0` or `zero=1`.
         """
@@ -437,8 +436,8 @@ def search(
         example_kwargs: keyword arguments of a call of the model, with any batch size. None: generated token ids, for
             language models of transformers.
         count: number of plans to return.
-        dp_sync: `dp_sync` methods to try in addition to all-reduce, such as `["powersgd:4", "local:8"]`. Methods change
-            convergence, which is not predicted, so the search tries only those that you list.
+        dp_sync: gradient synchronization methods to try in addition to all-reduce, such as `["powersgd:4", "local:8"]`.
+            They change convergence, which is not predicted, so the search tries only the methods that you list.
         **options: `SearchOptions`.
     Returns:
         Plans, fastest simulated step first. The last note of each plan has its prediction, and the reason why it is
@@ -537,7 +536,10 @@ def _batch_size(example: Mapping[str, Any]) -> int:
 
 
 def _with_batch_size(x: Any, rows: int, wanted: int) -> Any:
-    """Cut or extend the batch dim of a tensor to `wanted` samples. Added samples repeat the first sample."""
+    """Shorten or extend the batch dim of a tensor from `rows` to `wanted` samples.
+
+    Added samples repeat the first sample. Tensors with another first dim are returned unchanged.
+    """
     if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
         return x
     return x[:wanted] if rows >= wanted else x[:1].expand(wanted, *x.shape[1:]).contiguous()

@@ -76,7 +76,10 @@ class PartitionedOptimizer(Optimizer):
 
     @contextmanager
     def shared_state(self) -> Iterator[None]:
-        """Context manager in which `state` has all optimizer state, sharded like the parameters. A collective call."""
+        """Context manager in which `state` has all optimizer state, sharded like the parameters.
+
+        A collective call.
+        """
         with torch.no_grad():
             shared = run_on_groups(self._update.shared_state(), self._process)
         self.state.update({self._parameters[name]: values for name, values in shared.items()})

@@ -2,15 +2,21 @@
 
 With `n` ranks, a gradient or model of `S` bytes, and `C` bytes of its compressed form (`sent_bytes`):
 
-| method | exchanges | passes over `S` | state | |---|---|---|---| | parameter_server | the server receives, then sends
-`(n - 1) S` | 2 | 0 | | qsgd | all-gather of `n C` | 3 + n | 0 | | top_k, sign | all-gather of `n C` | 6 + n | S | |
-ef21 | all-gather of `n C` | 8 + n | 2 S | | ef21_sgdm | all-gather of `n C` | 8 + n | 3 S | | double_squeeze |
-all-to-all of `n C`, all-gather of `C` | 10 | S + S/n | | neolithic | all-to-all of `n C`, all-gather of `C` | 10 per
-round | S + S/n | | powersgd | three all-reduces: of both factors, and of uncompressed parameters | 10 | S + factors | |
-gossip | a send of `S` to every neighbour | 2, and 1 per neighbour | 0 | | exact_diffusion | a send of `S` to every
-neighbour | 2, and 1 per neighbour | S | | gradient_tracking | a send of `2 S` to every neighbour | 2, and 1 per
-neighbour | 2 S | | local | an all-reduce of `S` every `every` steps | 2 in such a step | 0 | | diloco | an all-reduce
-of `S` every `every` steps | 8 in such a step | 2 S |
+| method | exchanges | passes over `S` | state |
+|---|---|---|---|
+| parameter_server | the server receives, then sends `(n - 1) S` | 2 | 0 |
+| qsgd | all-gather of `n C` | 3 + n | 0 |
+| top_k, sign | all-gather of `n C` | 6 + n | S |
+| ef21 | all-gather of `n C` | 8 + n | 2 S |
+| ef21_sgdm | all-gather of `n C` | 8 + n | 3 S |
+| double_squeeze | all-to-all of `n C`, all-gather of `C` | 10 | S + S/n |
+| neolithic | all-to-all of `n C`, all-gather of `C` | 10 per round | S + S/n |
+| powersgd | three all-reduces: of both factors, and of uncompressed parameters | 10 | S + factors |
+| gossip | a send of `S` to every neighbour | 2, and 1 per neighbour | 0 |
+| exact_diffusion | a send of `S` to every neighbour | 2, and 1 per neighbour | S |
+| gradient_tracking | a send of `2 S` to every neighbour | 2, and 1 per neighbour | 2 S |
+| local | an all-reduce of `S` every `every` steps | 2 in such a step | 0 |
+| diloco | an all-reduce of `S` every `every` steps | 8 in such a step | 2 S |
 
 A pass is a read or a write of `S` bytes by the runtime (`data_sync.py`). Periodic averaging of gossip adds an
 all-reduce of `S` every `every` steps. Sources: Patarasuk and Yuan 2009 for the bytes of a ring all-reduce; Yuan's

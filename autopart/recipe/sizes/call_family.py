@@ -27,12 +27,12 @@ MAX_TRACED = 24
 def resized(arguments: Any, tensors: Sequence[Tensor], sizes: Sizes) -> Any:
     """Return the arguments of a call with other sizes.
 
-    Values are left out at the end, or repeated from the start.
+    A tensor that gets shorter loses values at its end. A tensor that gets longer repeats its values from the start.
 
     Args:
         arguments: the call, or a part of it.
         tensors: the call's inputs.
-        sizes: sizes of all dims of the inputs, as of `sizes_of`.
+        sizes: new sizes of all dims of all inputs, in the order of `sizes_of`.
     """
     remaining = iter(sizes)
     shapes = {id(tensor): [next(remaining) for _ in tensor.shape] for tensor in tensors}
@@ -51,7 +51,7 @@ def resized(arguments: Any, tensors: Sequence[Tensor], sizes: Sizes) -> Any:
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> Sizes:
-    """Return the sizes of all dims of a call's inputs."""
+    """Return the sizes of all dims of all inputs of a call, as one flat tuple."""
     return tuple(size for tensor in tensors for size in tensor.shape)
 
 
@@ -62,7 +62,7 @@ class _Variables:
     Dims that are always equal form one variable.
 
     Attributes:
-        dims: for each variable its dims, as indices into `sizes_of`.
+        dims: for each variable, its dims, as indices into the tuple that `sizes_of` returns.
     """
 
     dims: tuple[tuple[int, ...], ...]
@@ -83,9 +83,9 @@ class _Variables:
 
 
 class _Conditions:
-    """Decisions of a model's Python by sizes (`length > 512`), in several traced calls.
+    """Branches of a model's Python code that depend on sizes (`if length > 512`), in several traced calls.
 
-    Raises NotDerivable if the calls decide differently.
+    Raises NotDerivable if the calls take different branches.
     """
 
     def __init__(self, conditions: Sequence[Sequence[SizeCondition]], sizes: Sequence[Sizes]):
@@ -103,7 +103,7 @@ class _Conditions:
                 self.fitted.append(fitted)
 
     def check(self, sizes: Sizes) -> None:
-        """Raise NotDerivable if the model's Python would decide otherwise for these sizes."""
+        """Raise NotDerivable if the model's Python code would take another branch for these sizes."""
         for fitted in self.fitted:
             condition = evaluated(fitted, sizes)
             if not condition.holds:
@@ -111,7 +111,7 @@ class _Conditions:
 
 
 class _Template(NamedTuple):
-    """A program as a function of sizes, and what the sizes must fulfil."""
+    """A program as a function of sizes, and the conditions and relations that the sizes must fulfil."""
 
     program: ProgramTemplate
     conditions: _Conditions
@@ -122,19 +122,20 @@ class CallFamily(Generic[Traced]):
     """Traced calls that differ in the sizes of their inputs only.
 
     A program for other sizes is derived from traced calls with smaller and larger sizes whose graphs have the same
-    structure. Code that decides by a size mostly compares it with a limit, as in `if length > 512`. If two calls are on
-    the same side of the limit, all sizes between theirs are on that side as well.
+    structure. Python code that branches on a size mostly compares it with a limit, as in `if length > 512`. If a
+    smaller and a larger call are on the same side of the limit, all sizes between them are on that side too.
 
     Args:
         write: returns the program of a traced call for a purpose.
-        conditions: returns the decisions by sizes in a traced call.
+        conditions: returns the branches on sizes that a traced call took.
         num_shards: function (call, axes) that returns, for each size of a traced call, the number of shards over these
-            mesh axes, and of microbatches. Programs are only derived for sizes that divide by it as those of the traced
-            calls do. `axes`: the axes over which the program shards a dim whose size varies. None: all axes.
+            mesh axes times the number of microbatches. A program is derived only for sizes whose greatest common
+            divisor with this number is that of the traced calls. `axes`: the axes over which the program shards a dim
+            whose size varies. None: all axes.
         holds: returns True if the Python values that a traced call read are unchanged.
 
     Attributes:
-        reason: why the last call that was asked for could not be derived.
+        reason: why the last program could not be derived.
     """
 
     def __init__(
@@ -160,14 +161,20 @@ class CallFamily(Generic[Traced]):
         return found if found is not None and self.holds(found) else None
 
     def anchor(self, sizes: Sizes) -> Sizes | None:
-        """Return the sizes of a call to trace, so that this one can be derived; None if there are none."""
+        """Return the sizes of a further call to trace, so that the call with `sizes` can be derived from it.
+
+        Returns None if no further trace would help.
+        """
         calls = [call for call, traced in self.calls.items() if self.holds(traced)]
         if len(calls) < 2:
             return None
         return self.anchors.of(sizes, calls, self.num_shards(self.calls[calls[0]], None))
 
     def neighbours(self, sizes: Sizes) -> Iterator[list[Sizes]]:
-        """Yield sets of traced calls that may serve a call. The first sets share most of its sizes."""
+        """Yield sets of traced calls from which a call with `sizes` may be derived.
+
+        The first sets have most sizes in common with the call.
+        """
         by_dims = defaultdict[frozenset[int], list[Sizes]](list)
         for call, traced in self.calls.items():
             if self.holds(traced):
@@ -193,12 +200,13 @@ class CallFamily(Generic[Traced]):
         yield from groups.values()
 
     def derived(self, sizes: Sizes, purpose: str, constant: bool = False) -> tuple[Program, Traced]:
-        """Return the program for a call that was not traced, and the traced call from which it was derived.
+        """Return (program for a call that was not traced, one of the traced calls it is derived from).
 
         Raises NotDerivable, with the reason.
 
         Args:
-            constant: write the sizes into the graphs, instead of sharing graphs between the programs of all sizes.
+            constant: True to write the sizes into the graphs as constants. By default, the programs of all sizes share
+                their graphs.
         """
         error = NotDerivable("no traced calls have smaller and larger sizes")
         for calls in self.neighbours(sizes):

@@ -18,13 +18,13 @@ _EXAMPLE = "sequence_dims={'input_ids': 1}, which names the dims that change"
 class ExampleLengths:
     """An example call that can be given other sequence lengths.
 
-    The dims of its inputs that are sequences are those that `sequence_dims` names. Without `sequence_dims`, they are
-    all dims but the first whose size is that of dim 1 of the integer inputs. If there are no integer inputs, it is dim
-    1 of the inputs with three or more dims.
+    `sequence_dims` names the sequence dims of the inputs. Without it, the sequence length is the size of dim 1 of the
+    integer inputs, or, if there are none, of floating-point inputs with three or more dims. All dims of this size,
+    except dim 0, are then sequence dims.
 
     Args:
-        arguments: the call by argument name.
-        named: {input: index of its sequence dim}.
+        arguments: {name: argument} of the call.
+        named: the option `sequence_dims`: {input: index of its sequence dim}.
     Raises:
         InputError: it is not clear which dims are sequences.
     """
@@ -83,10 +83,10 @@ class ExampleLengths:
     def at(self, arguments: Any, length: int) -> Any:
         """Return the arguments of the example, with another sequence length.
 
-        Values are left out at the end, or repeated from the start.
+        A tensor that gets shorter loses values at its end. A tensor that gets longer repeats its values from the start.
 
         Args:
-            arguments: the example, or a part of it, with the same tensors.
+            arguments: the arguments of the example, or some of them.
         """
 
         tensors = [*self._tensors.values()]

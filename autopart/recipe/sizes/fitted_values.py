@@ -18,17 +18,17 @@ Fitted = Callable[[Evaluate, Callable[[fx.Node], fx.Node]], Any]
 
 
 def fit(values: Sequence[Any], sizes: Sequence[Sizes], numbers: Sequence[Any]) -> Fitted | None:
-    """Find a value as a function of the sizes, given its values in several traces; None if they are equal.
+    """Return a function that computes a value from the sizes; None if the value is equal in all traces.
 
-    Integers become formulas. Tuples, lists, dicts and dataclasses are fitted entry by entry, tensors without values by
-    their shapes and strides.
+    Integers become formulas. Tuples, lists, dicts and dataclasses are fitted entry by entry. For tensors without
+    values, shapes and strides are fitted.
 
     Args:
-        values: the value in each trace.
+        values: the value in each trace. The function gives these values for the sizes of the traces.
         sizes: values of the size variables in each trace.
-        numbers: for each trace, a function from a node of its graph to the node's number.
+        numbers: for each trace, a function that maps a node to its index in the graph.
     Raises:
-        NotDerivable: values differ in another way.
+        NotDerivable: the values differ, and no formula of the sizes describes the difference.
     """
     first, kind = values[0], type(values[0])
     if any(type(value) is not kind for value in values):
@@ -99,5 +99,8 @@ def _fit_tensor(values: Sequence[Tensor], sizes: Sequence[Sizes]) -> Fitted | No
 
 
 def evaluated(fitted: Fitted, sizes: Sizes, node_of: Callable[[fx.Node], fx.Node] = lambda node: node) -> Any:
-    """Return a value for these sizes. Raises NotDerivable if a formula gives no integer."""
+    """Return the value that a result of `fit` has for these sizes.
+
+    Raises NotDerivable if a formula gives no integer.
+    """
     return fitted(lambda formula: formula.at(sizes), node_of)

@@ -15,14 +15,14 @@ from autopart.plans.plan import Plan
 
 
 class LargestBatch:
-    """The training call with most elements in its inputs."""
+    """Record of the training call with the most elements in its inputs."""
 
     def __init__(self) -> None:
         self._num_elements = 0
         self._shapes: Mapping[str, list[int]] = {}
 
     def add(self, call: Call) -> None:
-        """Compare a training call with the largest one so far."""
+        """Record the shapes of a training call if it is larger than all earlier ones."""
         num_elements = sum(tensor.numel() for tensor in call.tensors)
         if num_elements > self._num_elements:
             self._num_elements = num_elements
@@ -30,7 +30,7 @@ class LargestBatch:
             self._shapes = {name: [*tensor.shape] for name, tensor in zip(names, call.tensors, strict=True)}
 
     def noted(self, plan: Plan) -> Plan:
-        """Return the plan with a note on the largest batch, if it is larger than the plan's own."""
+        """Return the plan. If the largest batch exceeds the planned batch, add a note on its size and memory."""
         planned = sum(math.prod(entry["shape"]) for entry in plan.inputs.values())
         if self._num_elements <= planned or self._shapes.keys() != plan.inputs.keys():
             return plan

@@ -34,10 +34,12 @@ _GRAPHS = {"prologue": LazyGraphModule, "graph": StageGraph}
 
 
 class SizeInputs:
-    """Integer inputs of the graphs of a program: one for each formula.
+    """Integer inputs that graphs of a program get, so that one graph serves all sizes.
+
+    There is one input for each formula of the sizes, such as batch size times sequence length.
 
     Args:
-        used: names of other inputs.
+        used: names of the graphs' other inputs.
     """
 
     def __init__(self, used: Collection[str]):
@@ -57,7 +59,7 @@ class GraphTemplate:
 
     Args:
         modules: the graph of each trace.
-        sizes: the sizes of each trace that vary between traces, such as (batch size, sequence length).
+        sizes: for each trace, the values of the sizes that vary between traces, such as (batch size, sequence length).
         kind: class of the graph modules.
     Raises:
         NotDerivable: the graphs differ in something that is not a formula of the sizes, such as an operator.
@@ -113,7 +115,10 @@ class GraphTemplate:
         return self.kind(self.module, graph)
 
     def names_read(self, inputs: SizeInputs) -> list[str]:
-        """Return the names of the size inputs of this graph, with those that detect mask structures."""
+        """Return the names of the size inputs that this graph needs.
+
+        They include the inputs with numbers of queries and keys, which detect mask structures such as causal.
+        """
         names = dict[str, None]()
 
         def read(formula: SizeFormula) -> str:
@@ -125,9 +130,9 @@ class GraphTemplate:
         return list(names)
 
     def with_inputs(self, inputs: SizeInputs, names: Sequence[str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
-        """Return the graph with these size inputs after its other inputs, and {name: input}.
+        """Add size inputs to a copy of the graph, after its other inputs. Return (graph, {name: size input}).
 
-        Raises NotDerivable if an integer is at a place where a graph cannot have a node.
+        Raises NotDerivable if an integer is in an object of which a graph node cannot be a part.
         """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         size_nodes: dict[str, fx.Node] = {}
@@ -193,7 +198,7 @@ class ProgramTemplate:
 
     Args:
         programs: the program of each trace. All are forward programs, or all are programs of training steps.
-        sizes: the sizes of each trace that vary between traces, such as (batch size, sequence length).
+        sizes: for each trace, the values of the sizes that vary between traces, such as (batch size, sequence length).
     Raises:
         NotDerivable: the programs differ in something that is not a formula of the sizes, such as an operator.
     """
@@ -217,8 +222,8 @@ class ProgramTemplate:
     def at(self, sizes: Sizes) -> Program:
         """Return the program for these sizes. Raises NotDerivable if a formula gives no integer.
 
-        Programs of all sizes share their graphs, which have the sizes as inputs. Exceptions are graphs with ring
-        attention or very large masks, whose kernels need constant sizes.
+        The programs of all sizes share their graphs, which take the sizes as inputs. If a graph has ring attention or a
+        very large mask, whose kernels need constant sizes, the graphs are not shared.
         """
         if self._sized is None:
             return self.with_constant_sizes(sizes)
@@ -233,7 +238,7 @@ class ProgramTemplate:
         return replace(self.program, stages=tuple(stages), sizes=values, shared_graphs=self, **new)
 
     def with_constant_sizes(self, sizes: Sizes) -> Program:
-        """Return the program for these sizes, with sizes as constants, as a trace would give it."""
+        """Return the program for these sizes, with sizes as constants in its graphs, as in a traced program."""
         stages = tuple(
             replace(stage, **_evaluated(fields, sizes), **{name: graph.at(sizes) for name, graph in graphs.items()})
             for stage, fields, graphs in zip(self.program.stages, self.stage_fields, self.graphs, strict=True)
@@ -265,10 +270,10 @@ def _sized_stage(
     stage: Stage, graphs: Mapping[str, GraphTemplate], inputs: SizeInputs, all_names: Sequence[str],
     names: Sequence[str],
 ) -> Stage:  # fmt: skip
-    """Return a stage with size inputs.
+    """Return a copy of a stage whose prologue and graph have size inputs.
 
     Args:
-        all_names: names of the size inputs of the prologue.
+        all_names: names of the size inputs of the prologue: those of all stages.
         names: names of the size inputs of the graph.
     """
     graph, _ = graphs["graph"].with_inputs(inputs, names)

@@ -1,4 +1,4 @@
-"""Sizes that are traced in advance, so that calls with sizes in between can be derived."""
+"""Sizes to trace in advance, so that programs for sizes in between can be derived without a trace."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _DOUBLED = 512
 class SizeAnchors:
     """Chooses the sizes of anchors.
 
-    An anchor is a call that is traced in place of one that is larger, or smaller, than all traced calls. If sequences
-    grow during a run, most calls are then derived. Without anchors, each new longest one would be traced.
+    If a call is larger than all traced calls, a still larger call, the anchor, is traced in its place. If a call is
+    smaller, the anchor is still smaller. When sequences grow during a run, most calls can then be derived. Without
+    anchors, each sequence that is longer than all earlier ones would be traced.
     """
 
     def __init__(self) -> None:
@@ -26,12 +27,12 @@ class SizeAnchors:
     def of(self, sizes: Sizes, calls: Collection[Sizes], num_shards: Sizes) -> Sizes | None:
         """Return the sizes of an anchor for a call; None if an anchor would not help.
 
-        Dims that are larger than in all traced calls are increased, dims that are smaller are decreased. Only dims
-        that differ between traced calls are changed.
+        Sizes that exceed those of all traced calls are increased, and sizes below all traced ones are decreased. A dim
+        that has one size in all traced calls is not changed.
 
         Args:
             calls: sizes of the traced calls.
-            num_shards: for each dim, the number of shards. All sizes keep their remainders.
+            num_shards: for each dim, the number of shards. Sizes keep their remainders modulo these numbers.
 
         >>> SizeAnchors().of((8, 100), [(8, 16), (8, 64)], (2, 4))
         (8, 200)
@@ -53,7 +54,7 @@ class SizeAnchors:
         return size + max(added // shards, 0) * shards
 
     def fail(self, sizes: Sizes, anchor: Sizes) -> None:
-        """Record that an anchor for a call of these sizes was of no use."""
+        """Record that an anchor could not be traced, or that the call with `sizes` was not derivable from it."""
         self._num_failures += 1
         self._too_large |= {dim: new for dim, (old, new) in enumerate(zip(sizes, anchor, strict=True)) if new > old}
 

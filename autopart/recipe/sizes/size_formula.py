@@ -18,9 +18,9 @@ class NotDerivable(Exception):
 
 @dataclass(frozen=True)
 class SizeFormula:
-    """Formula `(factor * product(sizes[v] for v in variables) + offset) / divisor`.
+    """Formula of sizes: `(factor * product(sizes[v] for v in variables) + offset) * scale / divisor`.
 
-    It is multiplied by the sizes of the variables in `scale`.
+    In the formula, `scale` is the product of the sizes of the variables that the attribute `scale` lists.
 
     >>> SizeFormula((0, 1), 1, 0, divisor=2).at((8, 77))
     308
@@ -37,7 +37,8 @@ class SizeFormula:
     def at(self, sizes: Sizes) -> int:
         """Return the value for these sizes.
 
-        Raises NotDerivable if it is not an integer, because the sizes are not divisible as those of the traces are.
+        Raises NotDerivable if the value is not an integer: the sizes are not divisible by `divisor`, unlike those of
+        the traces.
         """
         product = math.prod(sizes[variable] for variable in self.variables)
         scale = math.prod(sizes[variable] for variable in self.scale)
@@ -48,10 +49,11 @@ class SizeFormula:
 
 
 def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
-    """Return the formula of an integer, given its values in several traces.
+    """Return the formula that gives the values of an integer in several traces.
 
-    A formula with an offset must hold in three traces with different products, a formula without one in two. The
-    product of the fewest variables is used. An offset that is scaled, as in the stride `n * (n + 1)`, is tried last.
+    A formula with an offset must hold in three traces with different products, a formula without an offset in two. If
+    several formulas hold, the one with fewest variables is used. A scaled offset, as in the stride `n * (n + 1)`, is
+    tried last.
 
     Args:
         values: the integer in each trace.
@@ -68,7 +70,10 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
 
 
 def _fitted(values: Sequence[int], sizes: Sequence[Sizes], scale: tuple[int, ...]) -> Iterator[SizeFormula]:
-    """Yield the formulas with this scale that hold in all traces. With a scale, they have an offset."""
+    """Yield the formulas with this `scale` that hold in all traces.
+
+    If `scale` has variables, only formulas with an offset are yielded, because the others can be written without it.
+    """
     scales = [math.prod(one[variable] for variable in scale) for one in sizes]
     if not all(scales):
         return

@@ -1,7 +1,7 @@
 """Relations between the sizes of traced calls, which derived calls must fulfil as well.
 
-If all traced calls have the same number of tokens in total, a number of the program can be this total or a constant,
-and no trace tells which. A call with another total is therefore not derived from them.
+An example: all traced calls have 128 tokens in total, and the program contains the number 128. The traces do not show
+whether this number is the total or a constant. A call with another total is therefore not derived from these traces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SizeRelations:
                 self._related.append((one, other, [left[0], left[last]], [right[0], right[last]]))
 
     def check(self, sizes: Sizes) -> None:
-        """Raise NotDerivable if a call of these sizes does not fulfil a relation."""
+        """Raise NotDerivable if these sizes violate a relation that holds in all traced calls."""
         related = (
             _are_proportional(_differences([*left, one(sizes)]), _differences([*right, other(sizes)]))
             for one, other, left, right in self._related
@@ -55,7 +55,7 @@ class SizeRelations:
 
 
 def _terms(number: int) -> list[_Term]:
-    """Return functions of the sizes: all products of one or two variables, and sums of two."""
+    """Return functions of the sizes: each size, each product of two, and each sum of two different ones."""
     products: list[_Term] = [partial(_combined, math.prod, variables) for variables in products_of(number)]
     return products + [partial(_combined, sum, pair) for pair in itertools.combinations(range(number), 2)]
 
