@@ -21,26 +21,28 @@ Rows = Mapping[str, Row]
 
 METHOD = """
 Every architecture of transformers' `AutoModelForCausalLM`, `...MaskedLM`, `...Seq2SeqLM` and `...ImageClassification`
-is built small, with random weights, by one recipe: width, heads, layers, vocabulary, experts, windows and images shrink
-by the kind of their name, one layer of every kind stays (`benchmarks/_recipe.py`; where sizes depend on each other, a
-table of field values in `benchmarks/_architectures.py`). Each is traced once, with 8 rows of 12 tokens or 8 images, and
-its own loss. On each mesh all ranks run forward and backward in float64 (`autopart.verify`); *exact* means that loss,
-outputs and every gradient on every rank agree with the model to 1e-10, relative. What the model casts to float32 is
-computed in float64.
+is built in a small size with random weights. One recipe reduces the config entries of all architectures: width, heads,
+layers, vocabulary, experts, windows and images. At least one layer of every kind stays (`benchmarks/_recipe.py`; if
+entries depend on each other, `benchmarks/_architectures.py` has their values). Each model is traced once with its own
+loss, on 8 samples of 12 tokens or on 8 images. On each mesh, all ranks run forward and backward in float64
+(`autopart.verify`). *Exact* means that loss, outputs and all gradients of every rank agree with the model to a relative
+error of 1e-10. Casts of the model to float32 are replaced by float64.
 
-What this does not show: models run in eval mode (no dropout, batch norm with its running statistics); those that take
-images or sound beside text run on text alone, unless they cannot; mixture of experts runs with
-`experts_implementation="batched_mm"` (`grouped_mm` has no float64), which computes a product per token and expert.
+The table leaves out three things. Models run in eval mode: without dropout, and with the running statistics of batch
+norm. Multimodal models run on text only, unless they require images or sound. Mixtures of experts run with
+`experts_implementation="batched_mm"`, because `grouped_mm` does not support float64.
 
-*FLOPs sharded* is measured: torch's `FlopCounterMode` counts forward and backward on one rank, and on both ranks of
-`tp2`, as they run; what is not sharded is done twice. It counts matrix products (those of attention too) and
-convolutions, and misses everything else: pointwise operators, softmax, norms, scans, look-ups, Fourier transforms.
+*FLOPs sharded* is measured with torch's `FlopCounterMode`: it counts forward and backward on one rank, and on both
+ranks of `tp2`. An operator that is not sharded is counted on both ranks. The counter includes matrix products,
+attention and convolutions. It leaves out all other operators, such as pointwise operators, softmax and norms.
 """.strip()
 
-FAMILIES_HEAD = "| family | architectures | traced | exact on all six | of these 90 % of FLOPs sharded under tp2 |"
-TABLE_HEAD = "| architecture | class | exact on | cp2 | ep2 | largest error | FLOPs sharded | runs whole under tp2 |"
-TRANSFORM = "torch's `tensor_parallel_transformation`, with transformers' plan"
-PIPELINE = "`torch.distributed.pipelining.pipeline()` splits the model at its middle layer and gives the right output"
+FAMILIES_HEAD = (
+    "| family | architectures | traced | exact on all six meshes | exact, and at least 90 % of FLOPs sharded on tp2 |"
+)
+TABLE_HEAD = "| architecture | class | exact on | cp2 | ep2 | largest error | FLOPs sharded | replicated on tp2 |"
+TRANSFORM = "torch's `tensor_parallel_transformation` with transformers' plan"
+PIPELINE = "`torch.distributed.pipelining.pipeline()` splits the model at its middle layer, with the right output"
 
 
 # What a row says
@@ -159,9 +161,9 @@ def page(
         METHOD,
         "## Architectures",
         table_of(rows),
-        "## Where something falls short",
+        "## Exceptions",
         short(rows, left_out),
-        "## Models that others wrote",
+        "## Models of other packages",
         "" if not others else by_others(others, first or {}, second),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -194,8 +196,8 @@ def families(rows: Rows) -> str:
     (long, of_long), (mixtures, of_mixtures) = ((a.count("yes"), a.count("yes") + a.count("no")) for a in cut)
     lines += [
         "",
-        f"With the sequence of every value cut in two (`cp2`) {long} of {of_long} are exact, with their",
-        f"experts on two ranks (`ep2`) {mixtures} of {of_mixtures}; the others have nothing there to cut.",
+        f"On `cp2`, which shards the sequence, {long} of {of_long} architectures with a sequence are exact.",
+        f"On `ep2`, which shards experts, {mixtures} of {of_mixtures} architectures with experts are exact.",
     ]
     return "\n".join(lines)
 
@@ -209,15 +211,18 @@ def beside(rows: list[Row]) -> str:
     shipped = {key: sum(row["peers"][key] for row in asked) for key in ("tp_plan", "pp_plan")}
     with_plan = len(asked) - by["transform"]["no plan is shipped"]
     lines = [
-        f"What there is today, tried on {len(asked)} of them; told where to cut, forward only:",
+        f"The next table compares with other tools, on {len(asked)} of the architectures. The tools get the points at "
+        "which to split, and run the forward only:",
         "",
         "| | architectures |",
         "|---|---:|",
         f"| transformers ships a tensor-parallel plan (`base_model_tp_plan`) | {shipped['tp_plan']} |",
         f"| transformers ships a pipeline plan (`base_model_pp_plan`) | {shipped['pp_plan']} |",
         f"| {PIPELINE} | {by['pipeline']['right']} |",
-        f"| {TRANSFORM} ({with_plan} have one for linear layers), gives it on 2 ranks | {by['transform']['right']} |",
-        f"| autopart: exact on all six meshes, gradients too, told nothing | {sum(map(is_exact, asked))} |",
+        f"| {TRANSFORM} ({with_plan} have one for linear layers) gives the right output on 2 ranks | "
+        f"{by['transform']['right']} |",
+        "| autopart is exact on all six meshes, gradients included, without a plan or split points | "
+        f"{sum(map(is_exact, asked))} |",
     ]
     return "\n".join(lines)
 
@@ -243,11 +248,12 @@ def short(rows: Rows, left_out: Mapping[str, str]) -> str:
         grouped("Not built", ((why, name) for name, why in left_out.items())),
         grouped("Not traced", failed),
         grouped("Not exact on every mesh", not_exact(rows)),
-        grouped("Less than 90 % of the FLOPs sharded under tp2, by the operator that is not", not_sharded(rows)),
+        grouped("Less than 90 % of the FLOPs sharded on tp2, by the operator that is not sharded", not_sharded(rows)),
     ]
     without = Counter(op for row in rows.values() for op in row.get("no_rule", {}))
     if without:
-        head = ["### Operators without a rule", "", "They run on whole inputs: exact, not faster.", ""]
+        text = "Every rank runs these operators on full tensors: exact, but no faster."
+        head = ["### Operators without a rule", "", text, ""]
         counted = [f"| `{op}` | {count} |" for op, count in without.most_common()]
         parts.append("\n".join([*head, "| operator | architectures |", "|---|---:|", *counted]))
     return "\n\n".join(part for part in parts if part)

@@ -16,14 +16,14 @@ OUTCOMES = ("wrong", "crash", "not finite", "time limit", "refused", "exact")
 IDIOMS = "plain"
 
 METHOD = """
-Models of packages that have nothing to do with autopart, and ways of writing a model that are harder to trace than most
-(`benchmarks/by_others/`; `make setup-models` installs the packages). Each is small, has random weights, is in training
-mode, and was never run before. It is checked by what `autopart.verify` does, on four meshes: dp2, tp2, pp2 and dp2,tp2.
-A pipeline takes the batch in four microbatches, or in one where rows of the batch are mixed.
+This section tests models of other packages, and coding patterns that are harder to trace than those of most models
+(`benchmarks/by_others/`; `make setup-models` installs the packages). Each model is small, has random weights and is in
+training mode. `autopart.verify` checks it on four meshes: dp2, tp2, pp2 and dp2,tp2. On pp2 the batch has four
+microbatches, or one if the model combines samples of the batch.
 
-*Refused*: autopart says in its own words that it cannot. *Crash*: any other exception. *Wrong*: what the ranks compute
-differs from the model. *Not finite*: the model itself gives NaN. Where a model is not exact on every mesh, torch is
-asked too: whether `torch.export.export(strict=False)` traces it, and whether `torch.compile(fullgraph=True)` runs it.
+*Refused* means that autopart raises an error of its own, and *crash* any other exception. *Wrong* means that results of
+the ranks differ from the model's. *Not finite* means that the model itself gives NaN. If a model is not exact on every
+mesh, torch is tested too: `torch.export.export(strict=False)` and `torch.compile(fullgraph=True)`.
 """.strip()
 
 
@@ -70,12 +70,12 @@ def counts(rows: Rows) -> str:
     exact = [sum(outcome(row) == "exact" for row in group) for group in taken]
     packages = len({package(row) for row in groups[False]})
     lines = [
-        f"| | models of {packages} packages | ways of writing a model |",
+        f"| | models of {packages} packages | coding patterns |",
         "|---|---:|---:|",
         f"| all | {len(groups[False])} | {len(groups[True])} |",
         *(f"| {name} | {found[0][name]} | {found[1][name]} |" for name in reversed(OUTCOMES)),
-        f"| `torch.export` or a break-free `torch.compile` takes | {len(taken[0])} | {len(taken[1])} |",
-        f"| of these exact on all four meshes | {share(exact[0], taken[0])} | {share(exact[1], taken[1])} |",
+        f"| torch can export them, or compile them without a graph break | {len(taken[0])} | {len(taken[1])} |",
+        f"| of these, exact on all four meshes | {share(exact[0], taken[0])} | {share(exact[1], taken[1])} |",
     ]
     return "\n".join(lines)
 
@@ -92,20 +92,21 @@ def first_counts(first: Rows, second: Rows | None = None) -> str:
         return ""
     models, idioms, taken, exact = _groups(first)
     text = (
-        f"{len(models)} of the models and {len(idioms)} of the ways of writing a model were chosen by what "
-        f"people use, before any of them was tried. When they first ran, {share(_exact(models), models)} and "
-        f"{share(_exact(idioms), idioms)} were exact on all four meshes: {share(exact, taken)} of the {len(taken)} "
-        "that `torch.export` or a break-free `torch.compile` takes (`benchmarks/by_others_first.jsonl`)."
+        f"{len(models)} of the models and {len(idioms)} of the coding patterns were chosen by popularity, before any "
+        f"of them was tried. In their first run, {share(_exact(models), models)} of the models and "
+        f"{share(_exact(idioms), idioms)} of the patterns were exact on all four meshes. Together these are "
+        f"{share(exact, taken)} of the {len(taken)} that torch can export, or compile without a graph break "
+        "(`benchmarks/by_others_first.jsonl`)."
     )
     if not second:
         return text
     models, idioms, taken, exact = _groups(second)
-    chosen = {"more ways of writing a model": idioms, "more models": models}
+    chosen = {"coding patterns": idioms, "models": models}
     counted = [f"{share(_exact(rows), rows)} of {len(rows)} {name}" for name, rows in chosen.items() if rows]
     return text + (
-        f"\n\nLater, others were chosen in the same way and run once, on dp2 and tp2: {' and '.join(counted)} were "
-        f"exact, and {share(exact, taken)} of the {len(taken)} that torch takes (`benchmarks/by_others_second.jsonl`). "
-        "Some of their faults have been repaired since."
+        f"\n\nLater, more were chosen by popularity and run once, on dp2 and tp2: {' and '.join(counted)} were exact. "
+        f"These are {share(exact, taken)} of the {len(taken)} that torch can export or compile "
+        "(`benchmarks/by_others_second.jsonl`). Some of the faults found have been repaired since."
     )
 
 
