@@ -41,6 +41,7 @@ from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync, check_reduced
 from autopart.runtime.optimizers import optimizer_checks, optimizer_methods
 from autopart.runtime.overlapped_batches import FlushMethods, StepRunner
+from autopart.runtime.saves.save_methods import SaveMethods
 from autopart.runtime.sharded_tensor.sharded_tensor import with_spec
 from autopart.runtime.shards.shard_owners import make_shard_info, register_placeholder, register_shard
 from autopart.runtime.shards.shard_state import (
@@ -117,7 +118,7 @@ class ProgramSource(Protocol):
 
 class ParallelModule(
     GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, optimizer_methods.OptimizerMethods,
-    OptimizerStateMethods, PretrainedFolderMethods, FlushMethods, MetricsMethods, ModuleMethods,
+    OptimizerStateMethods, PretrainedFolderMethods, SaveMethods, FlushMethods, MetricsMethods, ModuleMethods,
 ):  # fmt: skip
     """A model partitioned over a device mesh.
 
@@ -219,6 +220,8 @@ class ParallelModule(
             )
         executable, comparison = self._executable(program, inputs, "forward")
         outputs = executable.forward(inputs, comparison)
+        if self.training and torch.is_grad_enabled():
+            self._meter.count_step()
         if "pp" in self._process.groups and torch.is_grad_enabled():
             outputs = without_backward(outputs, program, self._local_parameters.values())
         return tree_unflatten(outputs, program.output_spec)
@@ -276,6 +279,7 @@ class ParallelModule(
             criterion = named_criterion(loss_fn, self._source.model)
             executable, comparison = self._executable(program, inputs, "step", options.text, criterion)
             loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
+            self._meter.count_step()
         if not outputs:
             return loss
         returned = tree_unflatten(flat, program.output_spec)

@@ -28,6 +28,11 @@ Predicted figures are excluded: machines round differently.
 """
 
 
+def autopart_version() -> str:
+    """Return the version of this package."""
+    return str(vars(sys.modules["autopart"]).get("__version__"))
+
+
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
     """Return {name: text} of versions, options and plan, for a check that they are equal on all ranks.
 
@@ -38,8 +43,7 @@ def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
     """
     import torch  # imported late, because the command line imports this file for TIMEOUT_S
 
-    version = vars(sys.modules["autopart"]).get("__version__")
-    subjects = {"version": f"autopart {version}, torch {torch.__version__}"}
+    subjects = {"version": f"autopart {autopart_version()}, torch {torch.__version__}"}
     subjects |= {f"option {field.name}": str(getattr(options, field.name)) for field in fields(options)}
     for part in DECIDING if plan is not None else ():
         content = getattr(plan, part)

@@ -233,6 +233,15 @@ class Compiler:
         self._random.manual_seed(seed)
         self._samples.manual_seed(seed ^ 1)
 
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the state of the generators of dropout masks and of sampled tokens."""
+        return {"masks": self._random.get_state(), "samples": self._samples.get_state()}
+
+    def set_random_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a result of `random_state`."""
+        self._random.set_state(state["masks"])
+        self._samples.set_state(state["samples"])
+
     def draw_seed(self) -> int:
         """Draw a seed for the sampling of tokens, equal on every rank. Dropout masks do not depend on it."""
         return int(torch.randint(2**62, (), generator=self._samples))

@@ -22,10 +22,13 @@ class StepMeter:
 
     Attributes:
         batches, samples, tokens: numbers of measured batches, and of samples and tokens in them.
+        total_steps, total_samples: numbers of all training steps, and of samples of their global batches. A save
+            records them.
     """
 
     def __init__(self, num_shards: int) -> None:
         self.num_shards = num_shards
+        self.total_steps = self.total_samples = self._begun_samples = 0
         self.reset()
 
     def reset(self) -> None:
@@ -45,8 +48,13 @@ class StepMeter:
         samples, tokens = batch_size(
             (list(t.shape), not t.is_floating_point()) for t in inputs if isinstance(t, Tensor)
         )
+        self._begun_samples = samples * self.num_shards
         if samples and not is_new:
             self._sizes, self._start_s = (samples * self.num_shards, tokens * self.num_shards), time.perf_counter()
+
+    def count_step(self) -> None:
+        """Count the batch that `begin` started as a training step."""
+        self.total_steps, self.total_samples = self.total_steps + 1, self.total_samples + self._begun_samples
 
     def seconds(self) -> float:
         """Return the seconds of all measured batches, up to now."""

@@ -26,6 +26,8 @@ from autopart.runtime.comm.watchdog import FIRST, NOT_MET, PATIENCE, Watch, fini
 GROUP_TIMEOUT = timedelta(minutes=10)
 """Timeout of the process groups that this file creates."""
 
+SAVES, SAVE_TIMEOUT = "saves", timedelta(minutes=30)
+
 T = TypeVar("T")
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -93,6 +95,17 @@ class Process:
         if axis not in self.side_groups:
             self.side_groups[axis] = self._new_group(axis)
         return self.side_groups[axis]
+
+    def save_group(self) -> dist.ProcessGroup:
+        """Return a CPU process group of all ranks, for saves that a background thread writes.
+
+        The first call creates the group, so every rank must make it. Its timeout is long, because ranks wait in it for
+        the slowest disk.
+        """
+        if SAVES not in self.side_groups:
+            assert self.watch is not None
+            self.side_groups[SAVES] = _own_group([self.watch.ranks], SAVE_TIMEOUT)
+        return self.side_groups[SAVES]
 
     def _new_group(self, axis: str) -> dist.ProcessGroup:
         assert self.device_mesh is not None

@@ -74,6 +74,11 @@ class PartitionedOptimizer(Optimizer):
         self._has_state = bool(by_name)
         self._show_local_state()
 
+    @property
+    def class_name(self) -> str:
+        """Class names of the inner optimizers, such as "Muon+AdamW"."""
+        return "+".join(type(optimizer).__name__ for optimizer in self._update.optimizers)
+
     @contextmanager
     def shared_state(self) -> Iterator[None]:
         """Context manager in which `state` has all optimizer state, sharded like the parameters.

@@ -1,0 +1,1 @@
+"""Saves of a whole training run: `pm.save` and `pm.load`."""

@@ -1,0 +1,367 @@
+"""`pm.save` and `pm.load`: a whole training run, saved on one mesh and resumed on any other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autopart.common.progress import phase
+from autopart.compat.torch_function_internals import local_values
+from autopart.errors import CheckpointError, OptionError
+from autopart.ir.program import Program
+from autopart.plans.rank_digest import autopart_version
+from autopart.runtime.batch.step_metrics import StepMeter
+from autopart.runtime.checkpoint.full_optimizer import canonical_names
+from autopart.runtime.checkpoint.state_dicts import shapes_of, with_shard_offsets
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.watchdog import meeting
+from autopart.runtime.consistency.rank_checks import gather_objects, ranks_text
+from autopart.runtime.consistency.replicas import Replicas
+from autopart.runtime.gradients.gradient_sync import GradientSync
+from autopart.runtime.saves.checkpoint_index import (
+    PLAN_FILE,
+    STATE_FILE,
+    CheckpointIndex,
+    digest_of,
+    problem_error,
+    read_index,
+    size_problems,
+)
+from autopart.runtime.saves.save_in_progress import Save, begin_save
+from autopart.runtime.saves.step_folders import complete_in, new_names, none_complete, resolve
+from autopart.runtime.saves.training_state import (
+    MODEL,
+    SYNC,
+    VALUES,
+    TrainingState,
+    add_optimizers,
+    class_name,
+    group_problems,
+    load_optimizers,
+    model_targets,
+    optimizer_targets,
+    packed,
+    random_state,
+    sequence_of,
+    set_random_state,
+    unpacked,
+)
+from autopart.runtime.training.loss_scaling import STATE as LOSS_SCALING
+from autopart.tracing.meta_copy import Source
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Result of `pm.load`: where the run continues.
+
+    Attributes:
+        folder: the save; None if there was none (`missing_ok`).
+        step, samples: training steps, and samples of the global batches, before the save.
+        extra: the dict that was passed to `pm.save`.
+    """
+
+    folder: Path | None
+    step: int = 0
+    samples: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class SaveMethods:
+    """Methods of a partitioned model that save and load a whole training run."""
+
+    _process: Process
+    _source: Source
+    _traced: Callable[[str], Program]
+    _replicas: Replicas
+    _local_parameters: dict[str, nn.Parameter]
+    _extra_state: dict[str, Any]
+    _data_sync: GradientSync
+    _in_flight: Any
+    _compiler: Any
+    _meter: StepMeter
+    _save_loss_scaling: Callable[[Any, str], None]
+    load_state_dict: Callable[..., Any]
+    dp_sync_state_dict: Callable[..., dict[str, Any]]
+    load_dp_sync_state_dict: Callable[[Mapping[str, Any]], None]
+    _save: Save | None = None
+
+    @meeting
+    def save(
+        self, folder: str | Path, *, optimizer: Any = None, scheduler: Any = None, step: int | None = None,
+        extra: Mapping[str, Any] | None = None, wait: bool = True, keep: int | None = None,
+    ) -> Save:  # fmt: skip
+        """Save the training run in a new folder `step-00000300` of `folder`. Every rank must call it.
+
+        Saves weights, optimizers, schedulers, loss scale, random state, `dp_sync` state, the plan, and the numbers of
+        steps and samples, in names and shapes of the unpartitioned model. `pm.load` resumes on any mesh. The new folder
+        gets its name when it is complete: an interrupted save never costs an earlier one. Gradients are not saved, so
+        call it after `optimizer.step()`.
+
+        Args:
+            folder: folder of all saves of the run, on a file system that all ranks share.
+            optimizer, scheduler: one, or a list of several.
+            step: number of the save. None: number of training steps that this module has run.
+            extra: further values: numbers, texts, tensors, lists and dicts. The first rank's are saved.
+            wait: False to write in a background thread, while training continues. The next `save` waits for it.
+            keep: number of complete saves to keep. Older ones are deleted when the new one is complete.
+        Raises CheckpointError on every rank if one rank cannot write.
+
+        Example:
+            pm.save("run", optimizer=optimizer, scheduler=scheduler, wait=False, keep=2)
+        """
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise OptionError(f"keep={keep!r} is no number of saves", hint="keep=2")
+        self._in_flight.check_landed("save()")
+        if self._save is not None:
+            self._save.wait()
+            self._save = None
+        program, process, parent = self._traced("save()"), self._process, Path(folder)
+        phase(f"saving in {parent}")
+        self._replicas.check_before("save", program, self._local_parameters)
+        state, aliases = self._training_state(
+            program, sequence_of(optimizer), sequence_of(scheduler), dict(extra or {})
+        )
+        step = self._meter.total_steps if step is None else step
+        problems, files, names, number = list[str](), dict[str, bytes](), None, 0
+        if _is_first(process):
+            try:
+                files = {STATE_FILE: packed(state.values), PLAN_FILE: self._compiler.plan.to_json().encode()}
+                parent.mkdir(parents=True, exist_ok=True)
+                names = new_names(parent, step)
+                number = 1 + max((one.index.number for one in complete_in(parent) if one.index), default=0)
+                (parent / names[1]).mkdir()
+            except (OSError, CheckpointError) as error:
+                problems.append(str(error))
+        (names, problems), *_ = _gathered((names, problems), process)
+        if problems:
+            raise CheckpointError(f"cannot save in {parent}", why=problems[0])
+        index = CheckpointIndex(
+            number, step, self._meter.total_samples, torch.__version__, autopart_version(),
+            type(self._source.model).__name__, str(process.mesh), process.mesh.num_ranks,
+            tuple(map(class_name, sequence_of(optimizer))), tuple(map(class_name, sequence_of(scheduler))),
+            aliases=aliases,
+        )  # fmt: skip
+        save = begin_save(state.tensors, index, files, parent / names[1], parent / names[0], process, keep, wait)
+        self._save = None if wait else save
+        return save
+
+    @meeting
+    def load(
+        self, folder: str | Path, name: str | None = None, *, optimizer: Any = None, scheduler: Any = None,
+        missing_ok: bool = False,
+    ) -> Resumed:  # fmt: skip
+        """Load a save of any mesh, and continue its training run. Every rank must call it.
+
+        On the mesh of the save, the next steps equal those of the uninterrupted run, bit for bit. First, all ranks
+        compare the save with the model and the optimizers, read their shards and compare checksums. If anything
+        differs, every rank raises a CheckpointError that lists the differences, and nothing is changed.
+
+        Args:
+            folder: a save, or a folder of saves with `name`.
+            name: "latest" for the last complete save of `folder`, or the name of a save.
+            optimizer, scheduler: as in `save`. None: its state is not loaded.
+            missing_ok: True to return step 0 if "latest" finds no complete save.
+
+        Example:
+            start = pm.load("run", "latest", optimizer=optimizer, scheduler=scheduler, missing_ok=True).step
+        """
+        self._in_flight.check_landed("load()")
+        if self._save is not None:
+            self._save.wait()
+            self._save = None
+        program, process = self._traced("load()"), self._process
+        path = self._resolved_save(Path(folder), name, missing_ok)
+        if path is None:
+            return Resumed(None)
+        phase(f"loading {path}")
+        optimizers, schedulers = sequence_of(optimizer), sequence_of(scheduler)
+        with local_values():
+            index, values = self._checked_save(path, program, optimizers, schedulers)
+            first = canonical_names(program, self._source.model)
+            of_model = model_targets(self._local_state_dict(), program, first)
+            of_optimizers = optimizer_targets(optimizers, index, first)
+            of_sync = self._sync_targets(index, values)
+            self._read_shards(path, index, {**of_model, **of_optimizers, **of_sync})
+            loaded = {
+                key: of_model[MODEL + first.get(key, key)]
+                for key in self._local_state_dict()
+                if _is_in(key, of_model, first)
+            }
+            self.load_state_dict({**loaded, **values["model"]})
+            if optimizers:
+                load_optimizers(optimizers, of_optimizers, values, first)
+        if of_sync:
+            tensors = {key[len(SYNC) :]: value for key, value in of_sync.items()}
+            self.load_dp_sync_state_dict({**values["dp_sync"], **tensors})
+        for one, state in zip(schedulers, values["schedulers"], strict=False):
+            one.load_state_dict(state)
+        states = values["random"]
+        own = states[process.rank] if len(states) == process.mesh.num_ranks else states[0]
+        set_random_state(own, process.device, self._compiler.set_random_state)
+        self._meter.total_steps, self._meter.total_samples = index.step, index.samples
+        return Resumed(path, index.step, index.samples, values["extra"])
+
+    # --- Saving
+
+    def _local_state_dict(self) -> dict[str, Any]:
+        """Return this rank's state dict, without preparing a comparison of replicas."""
+        module = cast(nn.Module, self)
+        state_dict: dict[str, Any] = nn.Module.state_dict(module)
+        with_shard_offsets(module, state_dict, "", self._extra_state)
+        self._save_loss_scaling(state_dict, "")
+        return state_dict
+
+    def _training_state(
+        self, program: Program, optimizers: list[Any], schedulers: list[Any], extra: dict[str, Any]
+    ) -> tuple[TrainingState, dict[str, str]]:
+        """Return this rank's state, and the second names of tied parameters. A collective call."""
+        state, process = TrainingState(), self._process
+        first = canonical_names(program, self._source.model)
+        with local_values():
+            state_dict = self._local_state_dict()
+            unique = {name: value for name, value in state_dict.items() if first.get(name, name) == name}
+            unique |= {first[name]: value for name, value in state_dict.items() if name in first}
+            state.values["model"] = state.add(MODEL, unique)
+            add_optimizers(state, optimizers, first, process)
+        state.values["dp_sync"] = {}
+        if type(self._data_sync) is not GradientSync:
+            state.values["dp_sync"] = state.add(SYNC, self.dp_sync_state_dict())
+        state.values["schedulers"] = [one.state_dict() for one in schedulers]
+        state.values["extra"] = extra
+        mine = packed(random_state(process.device, self._compiler.random_state()))
+        are_equal = len(set(_gathered(digest_of(mine), process))) == 1
+        states = [mine] if are_equal else _gathered(mine, process)
+        state.values["random"] = [unpacked(one, "random state") for one in states]
+        aliases = {MODEL + name: MODEL + target for name, target in first.items() if name != target}
+        return state, aliases
+
+    # --- Loading
+
+    def _resolved_save(self, folder: Path, name: str | None, missing_ok: bool) -> Path | None:
+        """Return the save that the first rank chooses, on every rank."""
+        result: Any = None
+        if _is_first(self._process):
+            try:
+                result = resolve(folder, name, lambda text: warnings.warn(text, stacklevel=5))
+            except (OSError, CheckpointError) as error:
+                result = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
+        result, *_ = _gathered(result, self._process)
+        if isinstance(result, CheckpointError):
+            raise result
+        if result is None and not missing_ok:
+            raise none_complete(folder)
+        return result
+
+    def _checked_save(
+        self, path: Path, program: Program, optimizers: list[Any], schedulers: list[Any]
+    ) -> tuple[CheckpointIndex, dict[str, Any]]:
+        """Read the index and the other values. Raises CheckpointError on every rank if they do not fit."""
+        problems, index, values = list[str](), None, dict[str, Any]()
+        try:
+            index = read_index(path)
+            problems = size_problems(path, index)
+            if not problems:
+                data = (path / STATE_FILE).read_bytes()
+                if digest_of(data[: index.files[STATE_FILE].size_bytes]) != index.files[STATE_FILE].digest:
+                    problems = [f"{STATE_FILE} has changed since it was written"]
+                else:
+                    values = unpacked(data, STATE_FILE)
+                    problems = [f"{STATE_FILE} has no '{key}'" for key in VALUES if key not in values]
+        except (OSError, CheckpointError) as error:
+            problems = [str(error).replace("\n", "; ")]
+        self._raise_problems(path, problems)
+        assert index is not None
+        problems = self._model_problems(index, values, program)
+        problems += _count_problems("optimizer", [class_name(one) for one in optimizers], index.optimizers)
+        problems += _count_problems("scheduler", [class_name(one) for one in schedulers], index.schedulers)
+        if optimizers and len(optimizers) == len(index.optimizers):
+            first = canonical_names(program, self._source.model)
+            problems += group_problems(optimizers, values["optimizer groups"], first, self._process)
+        self._raise_problems(path, problems)
+        return index, values
+
+    def _model_problems(self, index: CheckpointIndex, values: Mapping[str, Any], program: Program) -> list[str]:
+        """Return the differences between the saved tensors and those of the model."""
+        problems = []
+        saved = {name: index.entries[name] for name in index.entries if name.startswith(MODEL)}
+        saved |= {name: index.entries[target] for name, target in index.aliases.items()}
+        expected, local = shapes_of(program, self._source.model), self._local_state_dict()
+        for name, shape in expected.items():
+            entry = saved.get(MODEL + name)
+            if shape is None:
+                continue
+            if entry is None:
+                problems.append(f"'{name}' is not saved")
+            elif entry.shape != shape:
+                problems.append(f"'{name}' has shape {list(entry.shape)} in the save, {list(shape)} in the model")
+            elif isinstance(local.get(name), Tensor) and f"torch.{entry.dtype}" != str(local[name].dtype):
+                dtype = str(local[name].dtype).removeprefix("torch.")
+                problems.append(f"'{name}' has dtype {entry.dtype} in the save, {dtype} in the model")
+        unknown = [name[len(MODEL) :] for name in saved if expected.get(name[len(MODEL) :]) is None]
+        problems += [f"the model has no '{name}', which was saved" for name in unknown]
+        problems += [f"'{name}' is not saved" for name in self._extra_state if name not in values["model"]]
+        known = {*self._extra_state, LOSS_SCALING}
+        return problems + [
+            f"the model has no '{name}', which was saved" for name in values["model"] if name not in known
+        ]
+
+    def _sync_targets(self, index: CheckpointIndex, values: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors that receive the state of `dp_sync` methods, if this module and the save have it."""
+        if type(self._data_sync) is GradientSync or not values["dp_sync"]:
+            return {}
+        own = self.dp_sync_state_dict(data_ranks=int(values["dp_sync"]["data_ranks"]))
+        tensors = {SYNC + name: value for name, value in own.items() if isinstance(value, Tensor)}
+        missing = [f"the state of dp_sync has no '{name}'" for name in tensors if name not in index.entries]
+        self._raise_problems(Path(), missing)
+        return tensors
+
+    def _read_shards(self, path: Path, index: CheckpointIndex, targets: Mapping[str, Tensor]) -> None:
+        from autopart.runtime.saves.chunk_storage import read_shards
+
+        problems: list[str] = []
+        try:
+            read_shards(path, index, targets)
+        except (OSError, CheckpointError) as error:
+            problems.append(str(error).replace("\n", "; "))
+        self._raise_problems(path, problems)
+
+    def _raise_problems(self, path: Path, problems: list[str]) -> None:
+        """Raise CheckpointError on all ranks if any rank has found problems. A collective call."""
+        everyones = _gathered(problems, self._process)
+        ranks: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(everyones):
+            for problem in of_rank:
+                ranks.setdefault(problem, []).append(rank)
+        group = self._process.host_group
+        texts = []
+        for problem, of_problem in ranks.items():
+            on = "" if group is None or len(of_problem) == len(everyones) else f" ({ranks_text(of_problem, group)})"
+            texts.append(problem + on)
+        if texts:
+            raise problem_error(path, texts)
+
+
+def _is_in(key: str, targets: Mapping[str, Tensor], first: Mapping[str, str]) -> bool:
+    return MODEL + first.get(key, key) in targets
+
+
+def _is_first(process: Process) -> bool:
+    return process.host_group is None or process.host_group.rank() == 0
+
+
+def _gathered(mine: Any, process: Process) -> list[Any]:
+    """Return an object of every rank, in rank order. A collective call."""
+    return [mine] if process.host_group is None else gather_objects(mine, process.host_group)
+
+
+def _count_problems(what: str, given: list[str], saved: tuple[str, ...]) -> list[str]:
+    """Return how classes of optimizers or schedulers differ from the saved ones, if any are loaded."""
+    if not given or tuple(given) == saved:
+        return []
+    return [f"the save has {what} {', '.join(saved) or 'none'}, and {', '.join(given)} is to be loaded"]
