@@ -1,1 +1,1 @@
-"""Optional parts of autopart. `autopart.common.extras` loads each on its first use."""
+"""Optional features of autopart. `autopart.common.extras` imports each package on its first use."""

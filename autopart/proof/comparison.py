@@ -2,7 +2,7 @@
 
 `GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` runs the partitioned program. It
 returns the errors of the loss, of outputs, and of gradients on every rank that stores the parameter. Both runs draw
-random numbers from one seed, as `rng="exact"` does.
+equal random numbers from one seed, as with the option `rng="exact"`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Arrangement:
     """Sharding decisions for a graph and the placement of its stages on ranks.
 
     Args:
-        stage_style: placement of stages on ranks, "loop" or "V".
-        tamper: function that plants a fault, only in tests of `verify`.
+        stage_style: placement of several stages per rank: "loop" (rank 0, 1, 0, 1) or "V" (rank 0, 1, 1, 0).
+        tamper: function that changes the program or weights to plant a fault. Only tests of `verify` use it.
         plan: the plan from which the decisions come.
     """
 
@@ -85,7 +85,7 @@ class Results:
         It is infinite if a parameter has a non-zero gradient in one run only.
 
         Args:
-            buffer_scales: as in `buffer_errors`.
+            buffer_scales: {buffer: number to which the difference of its new value is relative}.
         """
         if self.has_other_gradients(other):
             return float("inf")
@@ -102,15 +102,18 @@ class Results:
     def has_other_gradients(self, other: Results) -> bool:
         """Return True if a parameter has a non-zero gradient in one run and no gradient in the other.
 
-        A zero gradient and None count as equal. If only a branch that does not run uses a parameter, its gradient is
-        zero in the program and None in the model.
+        A zero gradient and None count as equal. For example, a parameter is used only in a branch that does not run.
+        Then its gradient is zero in the program and None in the model.
         """
         alone = self.grads.keys() ^ other.grads.keys()
         return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
 
     @property
     def grad_scale(self) -> float:
-        """Largest finite gradient entry, at least `GRAD_FLOOR`. Errors of gradients are relative to it."""
+        """Largest finite gradient entry, at least `GRAD_FLOOR`.
+
+        Errors of gradients are relative to this number.
+        """
         return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
 
 
@@ -160,9 +163,10 @@ def fixed_seed(seed: int = SEED) -> Iterator[None]:
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
-    """Return the parameter with the value that the forward uses.
+    """Return a parameter with the value that the forward computes with.
 
-    If the forward changes the parameter in place (`max_norm` of an embedding), the result is a new leaf tensor.
+    Some forwards first change a parameter in place (`max_norm` of an embedding). The result is then a new leaf tensor
+    with the changed value.
     """
     if update is None:
         return parameter
@@ -172,7 +176,7 @@ def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[An
 class GraphUnderTest:
     """A traced graph with parameter values, which can run unpartitioned or partitioned.
 
-    If the graph has a `loss`, runs differentiate the loss; if not, a fixed weighted sum of all outputs.
+    Each run is differentiated: its loss, or, if the graph has none, a fixed weighted sum of all outputs.
 
     Args:
         random_seed: seed of the random numbers of each run.
@@ -187,10 +191,10 @@ class GraphUnderTest:
     # Single device
 
     def values(self, retain_grads: bool = False) -> dict[fx.Node, Any]:
-        """Run the unpartitioned graph on the global batch and return {node: its value}.
+        """Run the unpartitioned graph on the global batch and return {node: value of the node}.
 
         Args:
-            retain_grads: True to also retain the gradient of each value when the graph is differentiated.
+            retain_grads: True to call `retain_grad()` on each value, so that a later backward stores its gradient.
         """
         tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
         device = next((weight.device for weight in self.weights.values()), None)
@@ -206,7 +210,7 @@ class GraphUnderTest:
         return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def seed(self, flat: list[Any]) -> Tensor:
-        """Return the scalar that a run differentiates: the loss, or a weighted sum of all flat outputs."""
+        """Return the scalar to differentiate in a run: the loss, or a fixed weighted sum of all outputs."""
         if self.loss is not None:
             return flat[self.outputs.index(self.loss)]
         parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
@@ -224,7 +228,7 @@ class GraphUnderTest:
         """Differentiate a run and collect outputs, gradients and buffers. `.grad` fields are not written.
 
         Args:
-            weights: parameters of the run; by default those of the graph.
+            weights: {name: parameter} with which the run was computed; by default, the parameters of the graph.
         """
         trained = {name: p for name, p in (weights or self.weights).items() if p.requires_grad}
         call = self.traced.call
@@ -241,8 +245,8 @@ class GraphUnderTest:
     def buffer_scales(self) -> dict[str, float]:
         """Return {written buffer: number to which the error of its new value is relative}.
 
-        If the new value is a sum, the number is computed from the absolute values of the summands. A running mean of
-        large values can be almost zero, but its rounding error is relative to the large values.
+        If the new value is a sum, this number is computed from the absolute values of the summands. For example, a
+        running mean of large values can be almost zero, but its rounding error is relative to the large values.
         """
         updates = {name: node for name, node in self.traced.buffer_updates.items() if is_floating(node)}
         if not updates:
@@ -253,7 +257,7 @@ class GraphUnderTest:
         return dict.fromkeys(self.traced.buffer_updates, FLOOR) | terms
 
     def gradient_magnitudes(self, names: Collection[str], factor: float = 1.0) -> dict[str, Tensor]:
-        """Return {parameter: total magnitude of the summands of its gradient}, times a factor.
+        """Return {parameter: sum of the absolute values of its gradient's summands, times `factor`}.
 
         Rounding errors of a gradient are relative to this magnitude.
         """
@@ -264,23 +268,23 @@ class GraphUnderTest:
     # Partitioned
 
     def called(self, decisions: Decisions) -> Program:
-        """Generate the partitioned program of a forward call. It returns all outputs unsharded."""
+        """Generate the partitioned program of a forward call. The program returns all outputs unsharded."""
         return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
 
     def step(self, decisions: Decisions) -> Program:
         """Generate the partitioned program of a training step.
 
-        It returns the loss, or all outputs if there is no loss.
+        The program returns the loss, or all outputs if there is no loss.
         """
         if self.loss is None:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
 
     def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
-        """Return {rank: {name: local shard}} of all parameters.
+        """Return the weights of all ranks, as {rank: {name of a parameter: local shard}}.
 
-        Ranks with equal shards share one tensor, unless shards will change: in training, by a weight update of the
-        forward, or by a planted fault.
+        Ranks with equal shards share one tensor. If shards will change (in training, by a weight update of the forward,
+        or by a planted fault), each rank has a copy.
         """
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
@@ -317,7 +321,7 @@ class GraphUnderTest:
             )  # fmt: skip
 
     def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
-        """Return the scalars that ranks differentiate: their losses, or weighted sums of their outputs."""
+        """Return the scalars to differentiate on all ranks: their losses, or weighted sums of their outputs."""
         if self.loss is not None:
             return [out for microbatches in results.values() for (out,) in microbatches if out.requires_grad]
         return [
@@ -332,8 +336,8 @@ class GraphUnderTest:
     def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
         """Run a partitioned program and return the errors of loss, outputs, gradients and buffers, by name.
 
-        Errors of outputs are relative to their largest entry, errors of gradients to the largest entry of any
-        gradient. If the program raises an exception, it is not caught.
+        Errors of an output are relative to its largest entry. Errors of gradients are relative to the largest entry of
+        all gradients. Exceptions that the program raises are not caught.
         """
         errors: dict[str, float] = {}
         if self.loss is not None:
@@ -379,7 +383,7 @@ class _InputGradients:
                 tensor.retain_grad()
 
     def errors(self, expected: Results) -> dict[str, float]:
-        """Return {input: largest error of its gradient over all ranks}. The gradient is not sharded."""
+        """Return {input: largest error of its gradient over all ranks}. Gradients of inputs are not sharded."""
         errors = {}
         for name, whole in expected.input_grads.items():
             apart = [
@@ -408,7 +412,7 @@ def output_errors(program: Program, results: Mapping[int, list[tuple]], expected
 def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict[str, float]:
     """Return {parameter: largest error of its gradient over all ranks}.
 
-    The error is infinite if a gradient is missing, or if an unexpected one is non-zero.
+    The error is infinite if a rank has no gradient, or has a non-zero gradient although none is expected.
     """
     scale = expected.grad_scale
     errors: dict[str, float] = {}
@@ -444,7 +448,8 @@ def buffer_errors(
 def global_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
     """Return the loss of the global batch, computed from the losses of ranks and microbatches.
 
-    Losses that are partial sums over ranks or microbatches are added. Replicated losses count once.
+    If the losses are partial sums over ranks or microbatches, they are added. A loss that is replicated on several
+    ranks counts once.
     """
     layout = program.outputs[0].layout
     at = {rank: program.mesh.coordinates(rank) for rank in results}

@@ -1,7 +1,7 @@
 """Detection of NaN and infinity in the results of a model: comparing NaN with NaN proves nothing.
 
-A compared value must not contain NaN. Infinity is allowed in outputs and buffers (masked logits), but not in a loss or
-a gradient.
+A value that is compared must not contain NaN. Infinity is allowed in outputs and buffers (such as masked logits), but
+not in a loss or a gradient.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class NotFinite:
     Args:
         values: {compared value: description of its NaN and infinities}, with names such as `loss`, `output 1` or
             `gradient of h.0.up.weight`.
-        begins: {parameter, input or buffer: description of its NaN and infinities before the run}.
-        maker: the first operator that computes NaN or infinity, with its source line; "" if there is no such operator.
+        begins: {parameter, input or buffer: description of the NaN and infinities that it contains before the run}.
+        maker: description of the first operator that computes NaN or infinity, with its source line; "" if there is
+            none.
         same: True if the partitioned program computes the same non-finite entries as the model.
     """
 
@@ -70,13 +71,13 @@ def bad_entries(value: Any) -> str:
 
 
 def not_finite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
-    """Return {compared value: description}, for values with NaN, or with infinity where it is not allowed."""
+    """Return {name: description of bad entries} of compared values with NaN or forbidden infinity."""
     return {name: bad_entries(value) for name, value, infinities in _compared(subject, results)
             if value.isnan().any() or (not infinities and bad_entries(value))}  # fmt: skip
 
 
 def infinite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
-    """Return {name: description} of the outputs and buffers with infinity, which is allowed in them."""
+    """Return {name: description of the infinities} of outputs and buffers, in which infinity is allowed."""
     return {name: bad_entries(value) for name, value, infinities in _compared(subject, results)
             if infinities and not value.isnan().any() and bad_entries(value)}  # fmt: skip
 
@@ -99,7 +100,7 @@ def explain(subject: GraphUnderTest, values: Mapping[str, str]) -> NotFinite:
     """Find the operator, parameter or input from which NaN and infinities originate.
 
     Args:
-        values: result of `not_finite`.
+        values: {compared value: description of its bad entries}, as `not_finite` returns.
     """
     computed = subject.values(retain_grads=True)
     begins = dict(_beginnings(computed))
@@ -115,7 +116,7 @@ def explain(subject: GraphUnderTest, values: Mapping[str, str]) -> NotFinite:
 
 
 def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of non-finite parameters and inputs, and of buffers that contain NaN."""
+    """Yield (name, description of bad entries) of non-finite parameters and inputs, and buffers with NaN."""
     for node, value in computed.items():
         text = bad_entries(value)
         if not text:
@@ -128,7 +129,10 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: GraphUnderTest) -> str:
-    """Describe the first operator that computes NaN, or an infinity on which the loss depends."""
+    """Describe the first forward operator that computes NaN, or an infinity on which the loss depends.
+
+    Returns "" if there is no such operator.
+    """
     for end in ends:
         node = _origin(end, computed, torch.isnan)
         if node is not None and node.op == "call_function":
@@ -166,7 +170,7 @@ def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor
 
 
 def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
-    """Describe the operator whose backward computes the first gradient that is not finite."""
+    """Describe the operator whose backward computes the first gradient with NaN or infinity."""
     grads = {
         node: value.grad
         for node, value in computed.items()

@@ -18,7 +18,7 @@ class LengthReport:
     """Result of `verify` for one sequence length.
 
     Args:
-        origin: "derived" if the program is derived from those of other lengths; else "traced", with the reason.
+        origin: "derived" if the program is derived from programs of other lengths; else "traced", with the reason.
         verification: the comparison with the model, at this length.
         wrong: how a derived program differs from the traced one; "" if it does not.
     """
@@ -40,20 +40,21 @@ class LengthReport:
 
 
 class ProgramOrigins:
-    """Programs of calls in the order in which they occur, each traced or derived from the earlier ones.
+    """Compilation of a sequence of calls, to report which programs are traced and which are derived.
 
-    Every program that can be derived is traced too, and compared node by node.
+    A program is derived from the programs of earlier calls if possible. Every derived program is also traced, and both
+    are compared node by node.
 
     Args:
-        compiler: compiler of the model, which gets no other calls.
-        options: options of each call, as of `Compiler.program`.
+        compiler: compiler of the model, which is not used for anything else.
+        options: keyword arguments of `Compiler.program` for each call.
     """
 
     def __init__(self, compiler: Compiler, **options: Any):
         self.compiler, self.options = compiler, options
 
     def of(self, args: tuple, kwargs: Mapping[str, Any], target: Any) -> tuple[str, str]:
-        """Return the origin of a call's program, and how a derived program differs from the traced one.
+        """Return (origin of a call's program, difference of a derived program from the traced one or "").
 
         The origin is "derived", "traced" with the reason, or "known" for a call that occurred before.
         """

@@ -1,10 +1,10 @@
 """Reference results for a partitioned program: the model on a single device, and its float64 trace.
 
-A verification uses the first of two methods that works:
+A verification uses method 1, or method 2 if method 1 fails:
 
-1. **The model in float64.** A copy is converted to float64, run and traced. The program is compared with the copy to
-   1e-10. If the copy casts down inside (a loss in float32), the trace upcasts these operators to float64. Then the
-   program is compared with the trace to 1e-10, and the trace with the copy to float32 rounding.
+1. **The model in float64.** A copy of the model is converted to float64, run and traced. The program must agree with
+   the copy to 1e-10. If the copy casts values down (a loss in float32), the trace computes these operators in float64.
+   Then the program must agree with the trace to 1e-10, and the trace with the copy to float32 rounding.
 2. **The model in its own precision.** Some models do not run in float64: they add to `torch.zeros(...)`, mix bfloat16
    with other weights, enter autocast inside, store float32 tensors in a cache, or call a kernel without float64. A copy
    of such a model is run and traced in its own precision, and the graph is then converted to float64
@@ -77,7 +77,7 @@ class Reference:
     Args:
         source: the model, which is not changed.
         arguments: arguments of the call.
-        loss_fn: as in `verify`.
+        loss_fn: loss function for a model that returns no loss, as in `verify`.
         precision: mixed precision of the trace. Its casts change nothing here, because all values are float64.
 
     Attributes:
@@ -86,8 +86,8 @@ class Reference:
         arguments: arguments of the call in the copy's precision.
         traced: the trace of `model`, with graph, weights, buffers and inputs in float64.
         is_double: True if the copy is in float64 too. Then the trace shares the copy's weights and buffers.
-        lost: buffers that the model changes and the trace does not.
-        infinite: results of the model with NaN or infinity, as `not_finite` returns them.
+        lost: names of buffers that the model changes and the trace does not change.
+        infinite: {result of the model: description of its NaN and forbidden infinities}, from `not_finite`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Reference:
                 self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
 
     def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Copy and convert the model. A loss module is copied together with it, as the two can share tensors."""
+        """Copy and convert the model. A loss module is copied with the model, because both can share tensors."""
         if not isinstance(self.loss_fn, nn.Module):
             return convert(copy_of(source, {}))
         copied = convert(copy_of(WithLoss(source, self.loss_fn), {}))
@@ -144,7 +144,7 @@ class Reference:
         return dict(tree_map(_to_double if self.is_double else _to_single, dict(arguments)))
 
     def trace(self, arguments: Mapping[str, Any]) -> Trace:
-        """Trace another call. The trace gets the weights and buffers of the first trace."""
+        """Trace another call of the copy. The new trace uses the weights and buffers of the first trace."""
         traced = prepare(self.model, arguments, double=True, precision=self.precision)
         if self.is_double:
             return traced
@@ -167,13 +167,14 @@ class Reference:
     def expected(self) -> Results:
         """Float64 results that the program must match.
 
-        They are those of the copy, or, if the copy computes anything in a lower precision, those of the trace.
+        These are results of the copy. If the copy computes anything in a lower precision, these are results of the
+        trace.
         """
         return self.subject.expected() if self.is_upcast else self.of_model
 
     @cached_property
     def errors(self) -> dict[str, float]:
-        """{name: difference between trace and model}, for differences that exceed rounding."""
+        """Faults of the trace: {name: difference between trace and model}, for differences above rounding."""
         apart = self.expected.distance(self.of_model, self.subject.buffer_scales) if self.is_upcast else 0.0
         allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
         if apart > allowed:
@@ -191,8 +192,8 @@ class Reference:
     def _of_model(self, subject: GraphUnderTest) -> Results:
         """Run the copy itself (not the trace) and differentiate it.
 
-        Raises TraceError if torch cannot differentiate the model's own gradients. Attention kernels have no second
-        derivative; in that case attention is computed by plain operations.
+        If the model computes gradients itself, torch must differentiate twice. Attention kernels have no second
+        derivative, so the run is then repeated with attention as plain operations. Raises TraceError if that fails too.
         """
         try:
             return self._run_model(subject)

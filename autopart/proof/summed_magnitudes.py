@@ -1,4 +1,4 @@
-"""Magnitude of the summands of a sum, to which the rounding error of the sum is relative.
+"""Sum of the absolute values of summands: the number to which a sum's rounding error is relative.
 
 A mean of values of size 255 can be zero up to the rounding of 255. An error of that mean is therefore relative to the
 mean of the absolute values, not to the mean itself (Higham, Accuracy and Stability of Numerical Algorithms, section 4).
@@ -24,7 +24,7 @@ _PRODUCTS = {"aten::mul", "aten::div"}
 
 
 def summed_magnitude(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-    """Recompute a node, with every summand of its sums replaced by its absolute value.
+    """Recompute the value of a node, with every summand of its sums replaced by the absolute value.
 
     For a mean, it returns the mean of the absolute values. The recomputation goes back from `node` through sums, views,
     copies and products with numbers. The results of all other operators are the summands.
@@ -110,7 +110,7 @@ def _linear_users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _terms(user: fx.Node, node: fx.Node, values: Mapping[fx.Node, Any], of_output: Tensor) -> Tensor:
-    """Return the total magnitude of the summands of a gradient, for one input of a linear operator.
+    """Return the sum of absolute summands in the gradient of one input of a linear operator.
 
     Args:
         user: the linear operator.

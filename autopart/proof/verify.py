@@ -7,9 +7,9 @@ With `precision=`, the float64 comparison replaces casts by identities. Then the
 compared with a single-device run under the same precision (`verify_precision.py`).
 
 Some models compute parts in float32 (losses and RMS norms of transformers). The program cannot match such a model to
-1e-10, because it adds in another order. Its trace is then computed in float64. The trace is compared with the model to
-the model's own rounding, and the partitioned program with the trace to 1e-10 (`reference.py` explains what that
-proves).
+1e-10, because the program adds in another order. The model's trace is then computed in float64. The trace must agree
+with the model to the model's own rounding, and the partitioned program with the trace to 1e-10 (`reference.py` explains
+what that proves).
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Verification:
         max_error: largest error of the loss, outputs (relative to their largest entry) and gradients (relative to the
             largest gradient entry of the model), over all ranks.
         first_mismatch: the first wrong value; None if all values agree.
-        errors: {name: error}, with names such as `loss`, `output 0`, those of parameters, `buffer bn.running_mean`, and
-            with `steps=` `step 2 weight h.0.up.weight`.
+        errors: {name: error}. Names are `loss`, `output 0`, the name of a parameter (for its gradient), and for example
+            `buffer bn.running_mean`, or with `steps=` `step 2 weight h.0.up.weight`.
         mesh: the mesh, as text.
         smallest: with `shrink=True`, the smallest subgraph that is wrong when it runs alone.
         steps: with `steps=`, a report of each training step.
-        not_finite: NaN, or an infinite loss or gradient, that the model itself computes. Nothing is proven then, and
-            `ok` is False.
+        not_finite: NaN, or an infinite loss or gradient, that the model itself computes. If there is any, nothing is
+            proven and `ok` is False.
         rounded: with `precision=`, the comparison with a single-device run in that precision. All other fields are from
             the comparison in float64.
         lengths: with `lengths=`, a report of each sequence length.
@@ -144,22 +144,22 @@ def verify(
     Args:
         model, mesh, example_args, example_kwargs, plan: as in `parallelize`; nothing is compiled here.
         **options: `PlanOptions`.
-        loss_fn, target: for a model that returns no loss, as in `ParallelModule.step`. Without either, the comparison
-            differentiates a fixed weighted sum of the outputs.
+        loss_fn, target: loss function and target for a model that returns no loss, as in `ParallelModule.step`. If
+            there is no loss, a fixed weighted sum of the outputs is differentiated.
         rng: "exact", or "fast" to turn dropout off (eval mode), for models whose random numbers cannot be reproduced.
         tolerance: largest relative error that counts as equal.
         shrink: if values are wrong, also find the smallest subgraph that is wrong when it runs alone.
-        scaled: True verifies a copy with only two of each run of equal blocks, False the model itself. "auto" uses the
-            copy if the model does not fit into memory in float64 or has no weights. The copy's layouts come from
-            `plan`, a plan of the full model, if it is passed.
+        scaled: True verifies a smaller copy, which has only two of each run of equal blocks. False verifies the model
+            itself. "auto" uses the copy if the model does not fit into memory in float64 or has no weights. If `plan`,
+            a plan of the full model, is passed, the copy gets its layouts.
         tamper: function that plants a fault before the run. It gets the program and the ranks' parameters.
-        steps: number of training steps to run after the first comparison. Compares loss, norm, gradients, weights and
-            optimizer state after each step. Any of the next four arguments implies 3 steps.
+        steps: number of training steps to run after the first comparison. Loss, gradient norm, gradients, weights and
+            optimizer state are compared after each step. Any of the next four arguments implies 3 steps.
         optimizer: function that makes a rank's optimizer from its [(name, parameter)].  [default: AdamW, lr=1e-3]
         max_norm: gradient clipping norm.
         scaler: True, settings of a `torch.amp.GradScaler`, or a scaler.
         batches: keyword arguments of the call of each step.  [default: the example in every step]
-        lengths: further sequence lengths, such as [17, 64, 77]. The report names those whose programs are derived.
+        lengths: further sequence lengths to verify, such as [17, 64, 77]. The report marks those with derived programs.
     Raises the errors of `plan`.
 
     Example:
@@ -204,7 +204,7 @@ def _with_lengths(
     Args:
         run: the verification of the example.
         calls: {length: positional arguments, keyword arguments and target}.
-        again: `verify`, of which these three are left open.
+        again: `verify` with all arguments except `example_args`, `example_kwargs` and `target`.
     """
     plan, loss_fn = again.keywords["plan"] if run.scaled is None else None, again.keywords["loss_fn"]
     purpose = "step" if find_loss(run.traced) is not None else "forward"
@@ -246,7 +246,8 @@ def _check_fits(
 ) -> Options:
     """Check the option `memory=` for the model in its own precision. Return the options without `memory`.
 
-    The float64 copy that is verified may exceed the limit. Raises MemoryLimitError if the model itself exceeds it.
+    The float64 copy that is verified may exceed the limit. Raises MemoryLimitError if the model in its own precision
+    exceeds the limit.
     """
     if options.memory is None:
         return options
@@ -259,7 +260,7 @@ def _check_fits(
 
 
 class VerificationRun:
-    """A float64 copy of a model and its trace, to verify any number of plans and meshes.
+    """A float64 copy of a model and its trace, with which any number of plans and meshes can be verified.
 
     Args:
         arguments: the call by argument name, from `bind_call`.
@@ -270,7 +271,7 @@ class VerificationRun:
         model: the copy with its loss function.
         arguments: the call of the copy.
         traced: the float64 trace of the copy.
-        subject: runs the trace, unpartitioned or partitioned.
+        subject: object that runs the trace, unpartitioned or partitioned.
 
     Example:
         >>> run = VerificationRun(model, bind_call(model, (), batch))              # doctest: +SKIP
@@ -417,7 +418,7 @@ def _method_notes(dp_sync: SyncOption) -> list[str]:
 def _copies_to_verify(
     model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: VerifyLoad
 ) -> list[ScaledCopy] | list[None]:  # fmt: skip
-    """Return the reduced copies to verify, or [None] to verify the model itself."""
+    """Return the reduced copies to verify in place of the model, or [None] to verify the model itself."""
     if scaled not in (True, False, "auto"):
         raise OptionError(f"scaled={scaled!r} is not a choice", hint='True, False or "auto"')
     if scaled is False:

@@ -71,8 +71,8 @@ def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool)
 def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
     """Return the bytes of the activations of one forward in float64.
 
-    The estimate assumes that all activations are saved for backward. One half of them is sharded over tensor-parallel
-    ranks, the other half is replicated.
+    The estimate assumes that all activations are saved for backward. It also assumes that half of them are sharded over
+    tensor-parallel ranks, and half are replicated.
     """
     nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
     computed = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
@@ -84,8 +84,9 @@ def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
 def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:
     """Return the seconds that the matrix products of a verification take on this machine.
 
-    The single device and all ranks together each run three forwards and one backward, and per training step one more of
-    both. A forward takes 2 FLOPs per weight and token, a backward 4 (Kaplan et al. 2020, arXiv:2001.08361, table 1).
+    The single device runs three forwards and one backward, and per training step one more forward and backward. All
+    ranks together run as many. A forward takes 2 FLOPs per weight and token, a backward 4 (Kaplan et al. 2020,
+    arXiv:2001.08361, table 1).
     """
     number = sum(p.numel() for p in parameters)
     return number * tokens * (20 + 12 * steps) / _rate()

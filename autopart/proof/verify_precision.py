@@ -45,8 +45,8 @@ class Rounded:
     """Differences between the partitioned program and the single-device run in mixed precision.
 
     Args:
-        errors: {name: error}, as in `Verification.errors`.
-        own: distance of the single-device run from float64.
+        errors: {name of a compared value: error}, with the names of `Verification.errors`.
+        own: distance of the single-device run in mixed precision from the float64 run.
         tolerance: largest error allowed: `ROUNDINGS` of the coarsest dtype, or three times `own`, whichever is larger.
             Infinite if `own` is above `MOST`.
     """
@@ -110,7 +110,7 @@ class SingleDeviceRun:
         """Run the partitioned program on all ranks in mixed precision, and compare it with this run.
 
         Args:
-            arrangement: its plan is applied to this trace.
+            arrangement: sharding decisions for the float64 trace. Their plan is applied to the trace of this run.
             in_double: results of the model in float64.
         """
         plan = arrangement.plan

@@ -1,14 +1,14 @@
 """Optimization problem: choose recomputation, parameter sharding and stage of each repeated block.
 
-A block has six options: three recomputation modes, each with or without parameter sharding. So the blocks have
-6 ** blocks combinations of options, and the stage boundaries multiply that number. `BlockProblem` contains the seconds
-and bytes of every block under every option. The methods of `search_methods.py` search it.
+A block has six options: three recomputation modes, each with or without parameter sharding. There are 6 ** blocks
+combinations of options, times the possible stage boundaries. `BlockProblem` contains the seconds and bytes of every
+block under every option. The methods of `search_methods.py` search for the fastest combination.
 
 With stages of `w` seconds per microbatch, a step takes `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022,
 arXiv:2201.12023, equation 2, for GPipe and 1F1B). The seconds of a microbatch include its share of once-per-step work.
-The memory of a stage is its parameters, the saved tensors of its blocks for the microbatches in flight, and the largest
-workspace of its blocks. This is an upper bound: only while the last block of a stage runs are the saved tensors of all
-blocks in memory.
+The memory of a stage is the sum of its parameters, the saved tensors of its blocks for the microbatches in flight, and
+the largest workspace of a block. This sum is an upper bound, because the saved tensors of all blocks are in memory only
+while the last block runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockOption(NamedTuple):
 class Block(NamedTuple):
     """A repeated block, such as `model.layers.3`: path `model.layers`, number 3.
 
-    Its operators are those with the indices `start` to `stop - 1` among all operators of the model.
+    Among all operators of the model, the operators `start` to `stop - 1` belong to the block.
     """
 
     path: str
@@ -74,11 +74,11 @@ class BlockChoice:
 
 @dataclass(frozen=True, eq=False)
 class BlockProblem:
-    """Seconds and bytes of every block under every option, and of each stage without its blocks.
+    """Seconds and bytes of every block under every option, and of operators outside of blocks per stage.
 
     Args:
-        time_s: array [blocks, options]: seconds of forward and backward of a microbatch, with its share of
-            once-per-step work.
+        time_s: array [blocks, options]: seconds of forward and backward of a microbatch, plus the microbatch's share of
+            work that is done once per step, such as gradient reduction.
         state_bytes: array [blocks, options]: bytes of parameters, gradients and optimizer state.
         kept_bytes: array [blocks, options]: bytes that a microbatch saves for backward.
         temporary_bytes: array [blocks, options]: workspace while the block runs.
@@ -117,7 +117,7 @@ class BlockProblem:
         """Array of shape [blocks] in which blocks of equal costs have equal numbers.
 
         The number is the index of the first block with these costs. For example, `[0, 1, 1, 0]` means that blocks 0 and
-        3 have equal costs, and blocks 1 and 2.
+        3 have equal costs, and blocks 1 and 2 have equal costs.
         """
         rows = np.hstack([self.time_s, self.state_bytes, self.kept_bytes, self.temporary_bytes])
         _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -131,13 +131,13 @@ class BlockProblem:
         return self.state_bytes + self.in_flight[stage] * self.kept_bytes
 
     def price(self, options: np.ndarray, stage_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the cost of several choices: the seconds of a step, and the bytes of every stage.
+        """Return, for several choices, the seconds of a step and the bytes of every stage.
 
         Args:
             options: option of each block in each choice, an array of shape [choices, blocks].
             stage_of: stage of each block in each choice, an array of shape [choices, blocks].
         Returns:
-            Arrays of shape [choices] and [choices, stages].
+            Two arrays: seconds of shape [choices], and bytes of shape [choices, stages].
         """
         at = np.arange(self.num_blocks), options
         times, states, kept, temporary = (
@@ -162,9 +162,10 @@ class BlockProblem:
         return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
 
     def repaired(self, choice: BlockChoice) -> BlockChoice | None:
-        """Return a similar choice that is within the memory limit; None if no choice is.
+        """Return a choice that is within the memory limit, with few changes; None if none is found.
 
-        In a stage above the limit, blocks change one by one to the option that saves the most bytes per added second.
+        In a stage above the limit, options of blocks are changed one by one. Each time, the change is made that saves
+        the most bytes per added second.
         """
         options = np.array(choice.options)
         for stage in np.flatnonzero(self.stage_bytes(choice) > self.memory_bytes).tolist():
@@ -265,7 +266,7 @@ class Blocks:
 
     @property
     def outside_matrices(self) -> list[str]:
-        """Parameters outside blocks that ZeRO-3 would shard."""
+        """Names of the parameters of operators outside of blocks that ZeRO-3 would shard."""
         table = self.tables["none"]
         read = {name for row, path, _ in table.order if not path for name in table.rows[row].parameters}
         return [name for name in table.parameters if name in read and table.parameters[name].cut]
@@ -275,7 +276,10 @@ class Blocks:
         return [(first + row, path, n) for row, path, n in self.tables[option.recompute].order[run.start : run.stop]]
 
     def _outside(self) -> list[list[tuple[int, str, int]]]:
-        """Return the operators outside the blocks: before the first, between each two, and after the last."""
+        """Return the operators outside of blocks, as one list for each gap.
+
+        The gaps are before the first block, between two blocks, and after the last block.
+        """
         order, first = self.tables["none"].order, self._first[BlockOption("none", self.outside_cut)]
         edges = [0, *(edge for block in self.blocks for edge in (block.start, block.stop)), len(order)]
         return [[(first + row, path, n) for row, path, n in order[a:b]] for a, b in list(pairwise(edges))[::2]]
@@ -283,10 +287,10 @@ class Blocks:
     def _cost_of(
         self, order: Sequence[tuple[int, str, int]], ends: Sequence[Sequence[tuple[int, str, int]]] = ()
     ) -> tuple[float, float, float, float]:
-        """Return the cost of some operators: seconds, and bytes of states, of saved tensors and of workspace.
+        """Return (seconds, bytes of states, bytes of saved tensors, bytes of workspace) of some operators.
 
         Args:
-            order: the operators.
+            order: the operators, as entries of `Table.order`.
             ends: for each stage, its operators outside blocks. If several stages use a parameter, the cost includes the
                 reduction of its gradient over these stages.
         """
@@ -305,7 +309,7 @@ class Blocks:
     def _hidden(self, rows: np.ndarray) -> float:
         """Return the seconds of ZeRO's collectives that overlap with the compute of these operators.
 
-        The collectives of the first block of a stage cannot overlap.
+        The collectives of the first block of a stage count as not overlapped.
         """
         number, stores = len(self.blocks) / self.setting.mesh.size("pp"), self.priced.gathers_or_scatters
         hidden = 0.0

@@ -29,11 +29,11 @@ from autopart.tuning.search import LayoutKind, Space, space_of
 class BlockSearch:
     """Result of `search_blocks`, with the simulated step of the choice.
 
-    The simulation uses the cost tables of the search. `autopart.plan` counts costs again, so its prediction can differ
-    slightly.
+    The simulation uses the cost tables of the search. `autopart.plan` counts the costs again, so the predicted time of
+    its plan can differ slightly.
 
     Attributes:
-        found: the result of the search method.
+        found: the result of the search method, with the choice.
     """
 
     blocks: Blocks = field(repr=False)
@@ -57,7 +57,10 @@ class BlockSearch:
 
     @property
     def pins(self) -> dict[str, Any]:
-        """Pins of stage boundaries, and of parameters that stay replicated while other parameters are sharded."""
+        """Value of the option `pins=`, which fixes parts of a plan.
+
+        It fixes the stage boundaries, and which parameters stay replicated while other parameters are sharded.
+        """
         pins: dict[str, Any] = {}
         if self._is_cut:
             whole = [] if self.blocks.outside_cut else self.blocks.outside_matrices
@@ -124,22 +127,22 @@ def search_blocks(
     seed: int = 0,
     budget: int | None = None,
 ) -> BlockSearch:
-    """Find the fastest training step that fits into memory, with separate options for each block.
+    """Find the options of each repeated block with which a training step is fastest and fits into memory.
 
-    The search chooses for each repeated block what the block recomputes, and whether its weights are sharded over `dp`.
-    It also chooses the blocks with which pipeline stages begin.
+    For each repeated block, the search chooses a recomputation mode, and whether the block's weights are sharded over
+    `dp`. It also chooses the blocks with which pipeline stages begin.
 
     Args:
         model: the model; can be on `meta`.
-        mesh: as in `plan`.
+        mesh: the mesh, such as "pp4,tp8", as in `plan`.
         schedule: "1f1b" or "gpipe", for a mesh with `pp`.
         microbatches: microbatches per step. None: as many as divide the batch, up to four per stage.
         sequence_parallel: use sequence parallelism over `tp`.
-        zero: 3 also shards parameters outside of blocks (embeddings, the head).
+        zero: ZeRO stage of parameters outside of blocks (embeddings, the head): 0 replicates, 3 shards them.
         hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as in `search`.
         method, seed, budget: search method and its parameters, see `autopart.extras.block_search.search_methods`.
     Returns:
-        The choice. `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` makes its plan.
+        The choice. `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` makes a plan from it.
     Raises:
         MemoryLimitError if nothing fits, OptionError with fewer blocks than stages, and the errors of `search`.
 
@@ -169,9 +172,9 @@ def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: b
 def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
     """Return the schedule of a search, with defaults for values that are None.
 
-    If `schedule` is None, it is 1F1B. If `microbatches` is None, it is 1 without pipeline stages, else the largest
-    number that divides the batch, up to four per stage. Raises OptionError if the number of microbatches does not
-    divide the batch.
+    The default of `schedule` is 1F1B. The default of `microbatches` is 1 without pipeline stages, else the largest
+    number that divides the batch and is at most four times the number of stages. Raises OptionError if `microbatches`
+    does not divide the batch.
     """
     dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):

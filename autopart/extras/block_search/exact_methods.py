@@ -16,9 +16,9 @@ from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """Solve a problem by dynamic programming: exactly, except that memory is rounded.
 
-    The memory limit is divided into `budget` equal units, and the memory of each block is rounded up to whole units. So
-    the result always fits into memory. Rounding wastes about one unit per block, so the result can be slower than the
-    optimum.
+    The memory limit is divided into `budget` equal units, and the memory of each block is rounded up to whole units.
+    The result therefore always fits into memory. But rounding wastes up to one unit per block, so the result can be
+    slower than the optimum.
 
     For each stage of blocks i to j, a knapsack gives the least seconds for each number of units. Stages are chained by
     Pareto fronts of (slowest stage, sum of stages).
@@ -62,7 +62,7 @@ def _undominated(points: list[tuple[float, float, int, int]]) -> list[tuple[floa
 
 
 class _Fill:
-    """Knapsack of one stage: the fastest options of its blocks that fit into memory."""
+    """Knapsack solver for one stage: finds the fastest options of its blocks that fit into memory."""
 
     def __init__(self, problem: BlockProblem, quanta: int):
         self.problem, self.kinds, self.count = problem, problem.kinds, 0
@@ -70,9 +70,9 @@ class _Fill:
         self.extras = np.unique(problem.temporary_bytes)
 
     def times(self, stage: int) -> np.ndarray:
-        """Return the seconds of a stage for each range of blocks, infinite if the blocks do not fit.
+        """Return the least seconds of a stage for each range of blocks; infinity if the blocks do not fit.
 
-        The array is indexed by [start, stop] of the range.
+        The element [start, stop] of the array is for the blocks `start` to `stop - 1`.
         """
         size = self.problem.num_blocks + 1
         least_s = np.full((size, size), np.inf)
@@ -114,11 +114,11 @@ class _Fill:
         return best[1]
 
     def _knapsack(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the knapsack of a stage, with only the options that need at most `extra` bytes of workspace.
+        """Return the knapsack problem of a stage: units of memory, and the costs of its blocks' options.
 
         Returns:
             The units of memory that blocks can use, and two arrays of shape [blocks, options]: units and seconds.
-            Excluded options have infinite seconds.
+                Options that need more than `extra` bytes of workspace are excluded: their seconds are infinite.
         """
         problem = self.problem
         temporary = max(extra, problem.base_temporary_bytes[stage])
@@ -128,7 +128,7 @@ class _Fill:
 
 
 def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Add a block to a dynamic program over memory. Memory is counted in equal units.
+    """Add a block to the dynamic program of a knapsack. Memory is counted in equal units.
 
     Args:
         before: the least seconds without the block, for each number of units.
@@ -149,8 +149,8 @@ def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple
 def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """Solve a problem exactly with HiGHS.
 
-    A run is a sequence of equal blocks. A variable is the number of blocks of a run that have one option on one stage.
-    Equal blocks are interchangeable, so counting them removes symmetric solutions.
+    A run is a sequence of equal blocks. A variable is the number of blocks of one run that are on one stage and have
+    one option. Equal blocks are interchangeable, so variables that count blocks avoid symmetric solutions.
 
     Returns:
         The choice (None if nothing fits), the number of nodes that HiGHS explored, and its lower bound.
@@ -174,13 +174,13 @@ class _Counts:
     """Integer program over numbers of blocks. A run is a sequence of equal blocks.
 
     Variables:
-        n[stage, run, option]: number of blocks.
+        n[stage, run, option]: number of blocks of the run that are on the stage and have the option.
         used[stage, run, option]: 1 if this number is not zero.
-        done[stage, run]: 1 if a run has ended by the end of a stage.
-        extra[stage]: largest workspace.
+        done[stage, run]: 1 if all blocks of the run are on this stage or earlier ones.
+        extra[stage]: largest workspace of a block on the stage.
         slowest: seconds of the slowest stage.
 
-    Seconds are relative to the slowest block, bytes to the memory limit.
+    Seconds are divided by those of the slowest block, bytes by the memory limit.
     """
 
     def __init__(self, problem: BlockProblem):

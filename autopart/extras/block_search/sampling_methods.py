@@ -16,7 +16,7 @@ EXCESS = 4.0
 
 
 class Best:
-    """The best choice found so far that fits into memory. A choice that does not fit is repaired first."""
+    """Record of the best choice so far. A choice that does not fit into memory is first repaired."""
 
     def __init__(self, problem: BlockProblem):
         self.problem, self.evaluations = problem, 0
@@ -24,7 +24,7 @@ class Best:
         self.step_time_s = np.inf
 
     def see(self, options: np.ndarray, stage_of: np.ndarray) -> np.ndarray:
-        """Return the cost of several choices, and remember the best of them.
+        """Evaluate several choices. Return their costs, and record the best choice that fits into memory.
 
         Args:
             options: option of each block in each choice, an array of shape [choices, blocks].
@@ -87,8 +87,8 @@ EPISODES, HIDDEN, LEARNING_RATE, ENTROPY = 64, 32, 0.01, 0.003
 def reinforcement_learning(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """Train a policy that chooses, block by block, an option and whether a new stage begins.
 
-    The policy sees the position of the block, and time and memory of the stage so far. The reward baseline is the mean
-    cost of a batch of choices, and costs are scaled by their standard deviation.
+    The inputs of the policy are the position of the block, and time and memory of the stage so far. The reward baseline
+    is the mean cost of a batch of choices. Costs are scaled by their standard deviation.
     """
     generator = torch.Generator().manual_seed(seed)
     policy = _Policy(problem, generator)
@@ -106,7 +106,7 @@ def reinforcement_learning(problem: BlockProblem, seed: int, budget: int) -> tup
 
 
 class _Policy:
-    """A two-layer network: from 5 features of a state to one logit per option and one for a new stage."""
+    """Two-layer network that maps 5 features of a state to a logit per option and one for a new stage."""
 
     def __init__(self, problem: BlockProblem, generator: torch.Generator):
         self.problem, self.generator = problem, generator
@@ -121,7 +121,12 @@ class _Policy:
         self.base = torch.from_numpy(problem.base_bytes / problem.memory_bytes)
 
     def episodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sample choices. Return options and stages [episodes, blocks], negative log-likelihood, and entropy."""
+        """Sample one choice per episode from the policy.
+
+        Returns:
+            Options and stages of blocks, of shape [episodes, blocks]; negative log-likelihoods and entropies, of
+                [episodes].
+        """
         problem, (first, bias, second, last) = self.problem, self.weights
         num_blocks, num_stages = problem.num_blocks, problem.num_stages
         stage = torch.zeros(EPISODES, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Methods that search a `BlockProblem`: two exact ones, and two that sample and evaluate choices.
+"""Methods that solve a `BlockProblem`: two are exact, and two sample and evaluate choices.
 
 | name | method | unit of `budget` | unit of `evaluations` |
 |---|---|---|---|
@@ -7,8 +7,8 @@
 | `evolution_strategies` | zeroth-order (Salimans et al. 2017, arXiv:1703.03864) | choices | choices |
 | `reinforcement_learning` | REINFORCE (Williams 1992; Mirhoseini et al. 2017, arXiv:1706.04972) | choices | choices |
 
-The same seed gives the same result. The exact methods need no seed. The result fits into memory, or the method
-raises MemoryLimitError.
+Equal seeds give equal results. The exact methods ignore the seed. A method raises MemoryLimitError if it finds no
+choice that fits into memory.
 """
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ class Calibration:
         ]  # fmt: skip
 
     def errors(self, held_out: bool = False) -> dict[str, dict[str, float]]:
-        """Return the mean and the largest relative error of the predictions, by kind of measurement.
+        """Return the mean and the largest relative error of predictions, for each kind of measurement.
 
         Args:
-            held_out: count only measurements to which no number of the profile is fitted.
+            held_out: True to count only measurements to which no number of the profile is fitted.
         """
         by_kind: dict[str, list[tuple[float, float]]] = {}
         for row in self.rows():
@@ -105,22 +105,22 @@ def calibrate(
 ) -> Calibration:  # fmt: skip
     """Measure this machine as a hardware profile.
 
-    It measures matrix products by size, shape and dtype, memory bandwidth, the launch of an operator and, on every
-    process of a `torchrun`, the collectives inside a node and between nodes. All ranks measure at the same time,
-    because they share memory and caches, and all report equal figures; the first writes the profile. Use as many ranks
-    as the steps to predict.
+    It measures matrix products by size, shape and dtype, memory bandwidth, and the launch of an operator. Under
+    `torchrun` it also measures collectives inside a node and between nodes. All ranks measure at the same time, as in a
+    training step, because they share memory and caches. All ranks return equal figures, and the first rank writes the
+    profile. Use as many ranks as the training that you want to predict.
 
     Args:
         path: file of the profile (`.json`); then `hardware=path` names it.
         name: name of the profile.  [default: the name of the file, or of the device]
-        base: profile that supplies what cannot be measured here, such as links between nodes.
-            [default: cpu-gloo on a CPU, a100-80gb-sxm on a GPU]
+        base: profile that supplies values that cannot be measured here, such as links between nodes. [default: cpu-gloo
+            on a CPU, a100-80gb-sxm on a GPU]
         quick: measure only a few sizes, once. It takes seconds and is less exact.
         progress: show a bar on standard error, if that is a terminal.
         raw: file for every measurement (`.json`).
         of: a file written by `raw`. The profile is computed from it, without new measurements.
 
-    Raises OptionError if a file cannot be written, before anything is measured.
+    Raises OptionError, before the measurement, if a file cannot be written.
 
     Example:
         >>> report = autopart.calibrate("here.json")                                         # doctest: +SKIP

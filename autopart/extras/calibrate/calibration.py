@@ -61,7 +61,10 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
 
 
 def _fit_timed_calls(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """Fit the profile entries of a CPU, or of a GPU with `quick=True`. Measured times include the launch."""
+    """Fit the profile entries of a CPU, or of a GPU with `quick=True`.
+
+    In these measurements, times include the launch of the operator.
+    """
     launch_s = min(row.time_s for row in by_kind["launch"])
     memory = _in_place(by_kind)
     peaks = _peaks(by_kind["matmul"])
@@ -152,9 +155,9 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
 
 
 def _overlap(device: Device, base: Hardware) -> tuple[float, str, str]:
-    """Return the share of communication that overlaps with compute.
+    """Return (share of communication that overlaps with compute, unit of this number, its source).
 
-    The share is a number with its unit and source as text.
+    The share is not measured: it is 0 on a CPU, and comes from the profile `base` on a GPU.
     """
     if device.kind == "cpu":
         return 0.0, "share of communication", "the processor that computes also sends"
@@ -170,7 +173,12 @@ def _usual(peaks: Mapping[str, float]) -> str:
 
 
 def _products(rows: Sequence[Measured], usual: str, peak: float) -> list[list[float]]:
-    """Fit the efficiency curve of matrix products in the dtype that models are usually trained in."""
+    """Fit the efficiency curve of matrix products: points (FLOPs, share of peak FLOP/s).
+
+    Args:
+        usual: dtype of the products to fit, in which models are usually trained.
+        peak: peak FLOP/s in that dtype.
+    """
     from scipy.optimize import isotonic_regression
 
     shares = defaultdict(list)

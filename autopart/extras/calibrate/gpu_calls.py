@@ -1,7 +1,7 @@
 """Calls that are measured only on a GPU: matrix products, attention, norms, optimizers and others.
 
-Each item has a description of the call (`Measured`) and a maker: a function that, for a device, creates the operands
-and returns the callable to time.
+Each call has a description (`Measured`) and a maker. A maker is a function that creates the operands on a device and
+returns the callable to time.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL, DROPPED = "weight gradient", "input gra
 def shapes() -> list[Shape]:
     """Return more than 300 shapes (m, k, n) of matrix products.
 
-    They are linear layers of several hidden sizes as `tp` shards them, products with one small dim, sizes next to those
-    of kernel tiles, and vocabulary heads.
+    They include linear layers of several hidden sizes, also sharded over `tp`, products with one small dim, sizes near
+    those of kernel tiles, and vocabulary heads.
     """
     layers = [
         shape for tokens in TOKENS for hidden in HIDDEN for ranks in TENSOR_RANKS
@@ -69,11 +69,11 @@ def calls() -> Iterator[tuple[Measured, Maker]]:
 
 
 def between() -> Iterator[tuple[Measured, Maker, Maker]]:
-    """Yield matrix products that are each measured in alternation with a memory-bound operator.
+    """Yield matrix products to measure in alternation with a memory-bound operator.
 
-    Back-to-back matrix products reach the GPU's power limit, which lowers its clock. A memory-bound operator uses less
-    power. Each item has the description of the product, the maker of the product, and the maker of the memory-bound
-    operator.
+    Back-to-back matrix products reach the GPU's power limit, which lowers its clock. In a model, memory-bound operators
+    between the products use less power. Each item is (description of the product, maker of the product, maker of the
+    memory-bound operator). A maker creates the operands on a device and returns the callable to time.
     """
     for tokens in (8192, 16384):
         for hidden in (1024, 2048, 4096, 8192):
@@ -109,14 +109,15 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
-    """Return a maker of a linear layer's matrix product, or of a product in its backward.
+    """Return a maker for the matrix product of a linear layer, in its forward or backward.
 
-    A maker is a function that, for a device, creates the operands and returns the callable to time.
+    A maker is a function that creates the operands on a device and returns the callable to time.
 
     Args:
         shape: (m, k, n) of the product.
         dtype: dtype of the operands.
-        form: "" for the forward, else `INPUT_GRADIENT` or `WEIGHT_GRADIENT`, whose operands are stored transposed.
+        form: "" for the forward; `INPUT_GRADIENT` or `WEIGHT_GRADIENT` for the backward, with operands stored as in a
+            backward (partly transposed).
     """
     m, k, n = shape
 
@@ -134,7 +135,10 @@ def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
 
 
 def scaled_product(shape: Shape) -> Maker:
-    """Return a maker of a float8 matrix product with one scale per operand."""
+    """Return a maker for a float8 matrix product with one scale per operand.
+
+    A maker is a function that creates the operands on a device and returns the callable to time.
+    """
     m, k, n = shape
 
     def make(device: torch.device) -> Call:
@@ -146,7 +150,11 @@ def scaled_product(shape: Shape) -> Maker:
 
 
 def attention() -> Iterator[tuple[Measured, Maker]]:
-    """Yield calls of attention, forward and backward, with about 16,384 tokens and 2,048 features."""
+    """Yield (description, maker) for calls of attention, forward and backward.
+
+    The calls have about 16,384 tokens and 2,048 features. A maker creates the operands and returns the callable to
+    time.
+    """
     for width in (64, 128):
         for tokens in (1024, 2048, 4096, 8192, 16384, 32768):
             for form in (CAUSAL, ""):
@@ -176,9 +184,10 @@ def attend(shape: tuple[int, int, int, int], is_causal: bool, is_backward: bool,
 
 
 def pointwise() -> Iterator[tuple[Measured, Maker]]:
-    """Yield memory-bound operators in bfloat16 and float32, with the bytes that each reads and writes.
+    """Yield (description, maker) for memory-bound operators in bfloat16 and float32.
 
-    Kind "copy" are elementwise operators and transpositions. Kind "norm" are operators with reductions over rows.
+    The description has the bytes that the operator reads and writes. Elementwise operators and transpositions have the
+    kind "copy", operators with reductions over rows the kind "norm".
     """
     bf16, f32 = torch.bfloat16, torch.float32
     for elements in (2**16, 2**20, 2**22, 2**24, 2**26, 2**28):
@@ -214,7 +223,7 @@ def scaled(x: Tensor) -> Tensor:
 def of_matrix(
     rows: int, dtype: torch.dtype, function: Callable[..., object], count: int = 1, columns: int = 4096
 ) -> Maker:
-    """Return a maker of a call of `function` on `count` matrices of shape [rows, columns]."""
+    """Return a maker for a call of `function` on `count` random matrices of shape [rows, columns]."""
 
     def make(device: torch.device) -> Call:
         matrices = [random(device, dtype, rows, columns) for _ in range(count)]
@@ -224,12 +233,12 @@ def of_matrix(
 
 
 def heads_in_front(x: Tensor) -> Tensor:
-    """Transpose rows of 32 heads with 128 features to put the head dim first."""
+    """Transpose a matrix whose rows are 32 heads of 128 features, so that the head dim comes first."""
     return x.view(-1, 32, 128).transpose(0, 1).contiguous()
 
 
 def norm_backward(rows: int) -> Maker:
-    """Return a maker of the backward of a layer norm with weight and bias."""
+    """Return a maker for the backward of a layer norm with weight and bias."""
 
     def make(device: torch.device) -> Call:
         x = random(device, torch.bfloat16, rows, 4096).requires_grad_()

@@ -1,8 +1,8 @@
-"""Fits of a GPU's hardware profile to calls recorded as CUDA graphs (`extras/calibrate/gpu_calls.py`).
+"""Fit a GPU's hardware profile to measured calls that run as CUDA graphs (`gpu_calls.py`).
 
-The duration of the smallest kernel is subtracted from every call, because a profile adds that duration to every
-operator. In 16-bit dtypes, FLOP/s hardly rise for products of more than 10 GFLOP, because the GPU's power limits them.
-For smaller products, a small inner dim and narrow heads reduce FLOP/s most.
+The duration of the smallest kernel is subtracted from every call, because a prediction adds this duration to every
+operator. In 16-bit dtypes, products of more than 10 GFLOP all reach about the same FLOP/s, because the GPU's power is
+limited. In smaller products, a small inner dim and narrow heads reduce FLOP/s most.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def by_order(rows: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
 
 
 def last_dims(row: Measured) -> tuple[int, ...]:
-    """Return the last dims of the operands and result of a product, as they are stored in memory."""
+    """Return the contiguous (last) dim sizes of the operands and the result of a matrix product."""
     rows, inner, columns = row.shape
     return (rows, columns) if row.form == BY_GRADIENT else (inner, columns)
 
 
 def misalignment(row: Measured) -> int:
-    """Return the penalty for unaligned last dims of a 16-bit matrix product; 0 in other dtypes."""
+    """Return the number by which unaligned last dims slow a 16-bit matrix product; 0 in other dtypes."""
     return unaligned(last_dims(row)) if row.dtype in ("bfloat16", "float16") else 0
 
 
 def depth(row: Measured) -> float:
-    """Return the inner dim of a product; 0 for a weight gradient, which sums over batch and sequence."""
+    """Return the inner dim of a product; 0 for a weight gradient, whose inner dim (the tokens) is large."""
     return 0.0 if row.form == BY_GRADIENT else float(row.shape[1])
 
 
@@ -99,7 +99,7 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 
 
 def _shares(rows: Iterable[Measured], peak: float, half: float) -> list[list[float]]:
-    """Return points (FLOPs, share of the peak), each the mean over products of similar FLOPs.
+    """Return points (FLOPs, share of peak FLOP/s), each averaged over products of similar FLOPs.
 
     Points are adjusted so that no larger product takes less time than a smaller one.
     """
@@ -125,10 +125,10 @@ def _share_at(flops: float, points: Sequence[Sequence[float]]) -> float:
 
 
 def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Fit two numbers of attention: the head width of half efficiency, and the tile size of causal masks.
+    """Fit two numbers of attention: (head width of half efficiency, tile size of causal masks).
 
-    At the head width, attention reaches half of the FLOP/s of matrix products. The tile size is a number of queries.
-    The fit is least squares of relative errors over forward and backward.
+    With the first number as head width, attention reaches half of the FLOP/s of matrix products. The tile size is a
+    number of queries. The fit minimizes the squared relative errors over forward and backward.
 
     Args:
         peak: peak FLOP/s.
@@ -152,7 +152,7 @@ def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[f
 
 
 def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
-    """Subtract the launch overhead from the seconds of calls, but at most nine tenths of the seconds.
+    """Subtract the launch overhead from the seconds of calls, but at most nine tenths of a call's seconds.
 
     The limit is needed for operators that take less time than the measured launch.
     """
@@ -172,7 +172,7 @@ def optimizer(rows: Iterable[Measured], rate: float) -> float:
 
 
 def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
-    """Return points (bytes, share of memory bandwidth), each a mean over memory-bound operators.
+    """Return points (bytes, share of memory bandwidth), each averaged over operators with similar bytes.
 
     Args:
         rate: memory bandwidth in bytes/s.

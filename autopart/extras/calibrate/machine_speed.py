@@ -2,9 +2,9 @@
 
 All ranks measure simultaneously, because they compute simultaneously in a step.
 
-On a CPU, `torch.utils.benchmark.Timer` times calls that do not communicate. With one thread it reads the CPU time of
-that thread, which other processes do not affect. On a GPU, many calls run in a row as a CUDA graph. Every measurement
-is repeated after some time, and the fastest counts, because other work can only slow it down.
+On a CPU, `torch.utils.benchmark.Timer` times calls without communication. With one thread it reads the CPU time of that
+thread, which other processes do not affect. On a GPU, many calls run in a row as a CUDA graph. Every measurement is
+repeated after some time. The fastest repetition counts, because other work on the machine can only slow a call down.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Bench:
         return self.process.device
 
     def tasks(self) -> list[Task]:
-        """Return all measurements, each with a function that runs it once. The list is equal on every rank."""
+        """Return all measurements, as (description, function that measures once). All ranks get equal lists."""
         return [*self.products(), *self.memory(), *self.launches(), *self.of_gpus(), *self.collectives()]
 
     def alone(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of a call without communication. All ranks start the call simultaneously."""
+        """Measure the seconds of a call without communication. All ranks start their calls simultaneously."""
         if self.device.type == "cuda":
             return self.on_gpu(lambda _: call, self.effort.run_s)
         self.barrier()
@@ -106,18 +106,18 @@ class Bench:
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
 
     def issued(self, call: Callable[[], Any]) -> float:
-        """Return the seconds per call of many calls in a row.
+        """Measure the seconds per call of many calls in a row.
 
-        On a GPU it is the longer of two times: the kernels' run time, and the CPU time to launch them.
+        On a GPU, the result is the run time of the kernels or the CPU time to launch them, whichever is longer.
         """
         self.barrier()
         seconds(call, 2)  # warm-up: torch selects and loads kernels
         return seconds(call, most_calls(self.effort.run_s, seconds(call, 3)))
 
     def on_gpu(self, maker: Maker, run_s: float) -> float:
-        """Return the GPU seconds per call of many calls in a row, replayed as a CUDA graph.
+        """Measure the GPU seconds per call of many calls in a row, replayed as a CUDA graph.
 
-        Infinite if the GPU does not support the call (float8 before Hopper) or has too little memory.
+        Returns infinity if the GPU does not support the call (float8 before Hopper) or has too little memory.
         """
         self.barrier()
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -143,14 +143,14 @@ class Bench:
                 yield what, partial(self.after, other, maker)
 
     def after(self, other: Maker, maker: Maker) -> float:
-        """Return the seconds of a call that runs after another call in every repetition.
+        """Measure the seconds of a call that alternates with another call.
 
-        The pair of calls is timed, and the time of the first call alone is subtracted.
+        The two calls are timed together, and the time of the other call alone is subtracted.
         """
         return self.on_gpu(in_turn(other, maker), _STEADY_S) - self.on_gpu(other, _STEADY_S)
 
     def together(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of a call in which all ranks take part, such as a collective."""
+        """Measure the seconds of a call in which all ranks take part, such as a collective."""
         return min(self._together_once(call) for _ in range(self.effort.repeats))
 
     def _together_once(self, call: Callable[[], Any]) -> float:
@@ -200,10 +200,10 @@ class Bench:
         yield Measured("memory in place", size_bytes=3.0 * size), self.in_place(size)
 
     def fresh(self, size: int) -> Callable[[], float]:
-        """Return a measurement of elementwise operators that write into newly allocated memory.
+        """Return a function that measures elementwise operators that write into newly allocated memory.
 
-        The operators alternate: multiply a tensor by a number, add two tensors. They read and write 2.5 values per
-        element on average. All results stay allocated, as in a forward.
+        Two operators alternate: a tensor times a number, and the sum of two tensors. On average, they read and write
+        2.5 values per element. All results stay allocated, as in a forward.
         """
         count = 2 * max(1, min(500, self.effort.kept_bytes // size // 2))
 
@@ -228,7 +228,7 @@ class Bench:
         return run
 
     def launches(self) -> Iterator[Task]:
-        """Yield measurements of the launch of one operator, as mean over forward and backward in autograd."""
+        """Yield measurements of the launch of one operator. CPU times are means over forward and backward."""
 
         def run() -> float:
             x = torch.ones(1, device=self.device, requires_grad=True)
@@ -249,7 +249,7 @@ class Bench:
         yield Measured("launch"), self.smallest()
 
     def smallest(self) -> Callable[[], float]:
-        """Return a measurement of one operator on a tensor of one element."""
+        """Return a function that measures one operator on a tensor of one element."""
 
         def run() -> float:
             x = torch.ones(1, device=self.device)
@@ -268,9 +268,9 @@ class Bench:
                     yield Measured(kind, size_bytes=size, link=link, num_ranks=group.size()), call
 
     def collective(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
-        """Return a measurement of a collective on an array of `size` bytes.
+        """Return a function that measures a collective on an array of `size` bytes.
 
-        It calls the function that partitioned programs call for this collective.
+        It measures the function with which partitioned programs run this collective.
         """
 
         def run() -> float:
@@ -282,7 +282,7 @@ class Bench:
         return run
 
     def exchange(self, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
-        """Return a measurement of one send, as half of a round trip between neighbouring ranks.
+        """Return a function that measures one send, as half of a round trip between neighbouring ranks.
 
         If the group uses gloo, GPU tensors are copied through CPU memory, as between pipeline stages.
         """
@@ -324,10 +324,10 @@ def most_calls(in_s: float, one_s: float) -> int:
 def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, list[Measured]]:
     """Measure this machine, in one process or in all processes of torchrun.
 
-    All processes return equal figures, means over the ranks.
+    All processes return equal figures: means over the ranks.
 
     Args:
-        quick: measure few sizes, once.
+        quick: True to measure few sizes, and each only once.
         progress: wraps the sequence of measurements, as tqdm does.
     Returns:
         The device, and the measurements that are finite.
@@ -377,7 +377,7 @@ def _shapes(width: int) -> list[tuple[int, int, int]]:
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the dtypes to measure. CPUs often emulate 16-bit dtypes, so a CPU is not measured in them."""
+    """Return the dtypes to measure. On a CPU, these are no 16-bit dtypes, which CPUs often emulate."""
     if device.type != "cuda":
         return [torch.float32, torch.float64]
     bfloat16 = [torch.bfloat16] if torch.cuda.is_bf16_supported(including_emulation=False) else []

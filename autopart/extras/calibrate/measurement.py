@@ -32,8 +32,8 @@ class Measured:
     - a collective by its name in `autopart.cost.predict.collective_costs`, of an array of `size_bytes` on `num_ranks`
       ranks over a `link`.
 
-    `form`: a variant, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to this measurement, so
-    its error estimates the error for unmeasured calls.
+    `form`: variant of the call, such as `"causal"` or `"weight gradient"`. `is_held_out`: True if no profile is fitted
+    to this measurement, so that its prediction error estimates the error for unmeasured calls.
     """
 
     kind: str
@@ -50,7 +50,8 @@ class Measured:
     def flops(self) -> float:
         """FLOPs of the call: a multiplication and an addition count as two.
 
-        Attention counts all keys, even if it is causal. Its backward counts the five matrix products of a fused kernel.
+        For attention, all pairs of queries and keys are counted, even with a causal mask. For its backward, the five
+        matrix products of a fused kernel are counted.
         """
         first, second, third = self.shape or (0, 0, 0)
         if self.kind.startswith("attention"):
@@ -73,7 +74,7 @@ class Device:
     Attributes:
         software: versions of the software, and the number of threads.
         local_ranks: number of processes that share the device, all on one node.
-        rank: the process that describes the device.
+        rank: rank of the process that describes the device.
     """
 
     name: str

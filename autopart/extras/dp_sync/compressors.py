@@ -1,7 +1,7 @@
 """Compressors: encode a vector to the bytes that are sent, and decode these bytes.
 
-A compressor is deterministic, except for random numbers that it is passed. Plans count the bytes that
-`Compressor.size_bytes` returns (`method_costs.py`).
+A compressor is deterministic, except for random numbers that the caller passes. The predicted communication of a plan
+counts the bytes that `Compressor.size_bytes` returns (`method_costs.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
-        """Encode a vector to bytes (a uint8 vector). `draw` returns random numbers."""
+        """Encode a vector as a uint8 vector. `draw(count)` returns `count` random numbers."""
 
     @abstractmethod
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Compressor(ABC):
 
 
 class Uncompressed(Compressor):
-    """Identity: send every element."""
+    """Compressor without loss: sends every element unchanged."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         return _bytes(x)
@@ -51,7 +51,10 @@ class Uncompressed(Compressor):
 
 
 class TopK(Compressor):
-    """Send the k = max(1, round(ratio d)) largest magnitudes, with indices; ties go to the first."""
+    """Send the k = max(1, round(ratio d)) elements with the largest magnitudes, and their indices.
+
+    Of equal magnitudes, the first is sent.
+    """
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         indices = _largest(x.abs(), sent_elements(self.method, x.numel()))
@@ -64,7 +67,10 @@ class TopK(Compressor):
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """Return the sorted indices of the `count` largest elements of a vector; ties go to the first."""
+    """Return the sorted indices of the `count` largest elements of a vector.
+
+    Of equal elements, the first are chosen.
+    """
     if count >= sizes.numel():
         return torch.arange(sizes.numel(), device=sizes.device)
     least = sizes.topk(count).values[-1]
@@ -76,7 +82,7 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 
 
 class Sign(Compressor):
-    """Send the signs and one scale: x becomes sign(x) |x|_2 / sqrt(d). The sign of zero is +."""
+    """Send the signs and one scale: x is decoded as sign(x) |x|_2 / sqrt(d). The sign of zero is +."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         scale = torch.linalg.vector_norm(x) / math.sqrt(x.numel())
@@ -88,7 +94,7 @@ class Sign(Compressor):
 
 
 class Qsgd(Compressor):
-    """Send a sign and a level per element, and one scale: x becomes |x|_2 sign(x) l / s.
+    """Send a sign and a level l per element, and one scale: x is decoded as |x|_2 sign(x) l / s.
 
     There are s = 2^(bits-1) - 1 levels. The level l is s |x| / |x|_2, rounded stochastically to an integer so that its
     mean is exact (Alistarh et al. 2017, arXiv:1610.02132, section 3.1, without the Elias code).
@@ -112,7 +118,7 @@ class Qsgd(Compressor):
 
 @dataclass(frozen=True)
 class RepeatedCompressor(Compressor):
-    """Compress a vector, then repeatedly compress the remaining difference to the vector.
+    """Compress a vector, then repeatedly compress the part that the compressions so far have lost.
 
     There are `rounds` compressions (Huang et al. 2022, arXiv:2206.03665, section 4).
     """
@@ -155,14 +161,14 @@ def _read(sent: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes below 2^bits, one per byte, into `bits` bits each."""
+    """Pack integers below 2^bits, which are stored one per byte, into `bits` bits each."""
     each = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
     flat = torch.nn.functional.pad(each.view(-1), (0, -each.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack `count` codes: the inverse of `_packed`."""
+    """Unpack `count` integers of `bits` bits each: the inverse of `_packed`."""
     flat = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     each = flat.view(-1)[: count * bits].view(count, bits)
     return (each << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(1, dtype=torch.uint8)

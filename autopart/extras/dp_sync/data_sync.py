@@ -1,7 +1,7 @@
 """Data-parallel synchronisation of one module: runs its `dp_sync` methods and stores their state.
 
-If parameters are stored sharded (`zero=1`), a method still gets full gradients, and each rank keeps its shard of the
-result. So the state and the random numbers of methods do not depend on ZeRO.
+With `zero=1`, a method still gets full gradients, and each rank keeps its shard of the result. The state and random
+numbers of a method are therefore the same with and without ZeRO.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class DataSync(GradientSync):
     Attributes:
         steps: number of gradient synchronisations so far.
         updates: number of steps of the attached optimizer so far.
-        state: state of the methods.
+        state: state of the methods, such as compression errors.
         stored: {name: this rank's parameter}.
-        parameters: like `stored`, but a sharded parameter is replaced by an unsharded one without storage, whose
-            `.grad` is the full gradient.
+        parameters: {name: parameter whose `.grad` is the full gradient}. For a sharded parameter, this is an unsharded
+            placeholder whose storage is freed. Others are as in `stored`.
     """
 
     methods: dict[str, Method]
@@ -89,7 +89,7 @@ class DataSync(GradientSync):
         self.process.apart = program.mesh.along("rows")[:1] if self.changes_models else ()
 
     def _create_unsharded(self, name: str, stored: StoredTensor, mesh: Mesh) -> None:
-        """Create a parameter without storage that receives the full gradient of a sharded parameter."""
+        """Create an unsharded placeholder, with freed storage, for the full gradient of a sharded parameter."""
         zero_axis = mesh.stored_over(stored.layout)
         cut, shard = dict(splits_of(stored, mesh))[str(zero_axis)], self.stored[name]
         self.cuts[name] = cut, mesh.index(self.process.coordinates, str(zero_axis))
@@ -156,7 +156,7 @@ class DataSync(GradientSync):
         self.steps += 1
 
     def _store_gradient(self, name: str, value: Tensor) -> None:
-        """Store the synchronised gradient of a parameter in `.grad`, or this rank's shard of it."""
+        """Store the synchronised gradient of a parameter, or this rank's shard of that gradient, in `.grad`."""
         gradient = self.parameters[name].grad
         assert gradient is not None
         if name not in self.unsharded:
@@ -224,8 +224,9 @@ class DataSync(GradientSync):
     def _buckets(self) -> list[tuple[Method, Sequence[str]]]:
         """Return buckets of parameters whose gradients are synchronised together, as (method, names).
 
-        A bucket has one method and one dtype. A parameter without a gradient is included if it has state; its gradient
-        is zero. A hook gets all parameters at once, the last parameter first, as in DDP.
+        The parameters of a bucket have one method and one dtype. A parameter without a gradient is included if it has
+        state, and counts as having a zero gradient. A DDP hook gets one bucket with all parameters, the last parameter
+        first, as in DDP.
         """
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
@@ -255,7 +256,7 @@ class DataSync(GradientSync):
     # --- Models
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Hook the steps of an optimizer, so that each step averages the replicas.
+        """Register hooks on an optimizer, so that each of its steps averages the model replicas.
 
         Raises UsageError for a second optimizer.
         """
@@ -302,7 +303,7 @@ class DataSync(GradientSync):
     # --- Hooks and checkpoints
 
     def register_hook(self, program: Program, parameters: Mapping[str, Tensor], state: Any, hook: Hook) -> Program:
-        """Make the user's communication hook the method of every parameter. Return the changed program.
+        """Reduce the gradients of all parameters by the user's DDP communication hook. Return the new program.
 
         Raises UsageError or OptionError if the hook cannot reduce the gradients of this program.
         """
@@ -323,11 +324,11 @@ class DataSync(GradientSync):
         return program
 
     def state_dict(self, data_ranks: int | None = None) -> dict[str, Any]:
-        """Return the result of `ParallelModule.dp_sync_state_dict`."""
+        """Return the state of the methods, for `ParallelModule.dp_sync_state_dict`."""
         return state_of(self, data_ranks)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the state, for `ParallelModule.load_dp_sync_state_dict`."""
+        """Load the state of the methods, for `ParallelModule.load_dp_sync_state_dict`."""
         load_state(self, saved)
 
 

@@ -25,7 +25,7 @@ NEEDS_DDP = ("optimizer_overlap_hooks", "ddp_zero_hook", "mixed_precision_hooks"
 
 
 class HookBucket:
-    """Gradients that one hook call reduces together, with the interface of `torch.distributed.GradBucket`."""
+    """Gradients that one hook call reduces, with the interface of `torch.distributed.GradBucket`."""
 
     def __init__(self, index: int, is_last: bool, parameters: Sequence[Tensor], gradients: Sequence[Tensor]):
         self._index, self._is_last, self._parameters = index, is_last, list(parameters)
@@ -98,7 +98,7 @@ def check_hookable(program: Program) -> None:
 
 
 def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:
-    """Return the hook's state, with the data-parallel process group if its process group is None.
+    """Return the hook's state. If its process group is None, set the data-parallel group instead.
 
     DDP hooks interpret None as the group of all ranks, which would be wrong on a mesh.
     """
@@ -115,8 +115,9 @@ def run_hook(
 ) -> dict[str, Tensor]:
     """Run the hook on every bucket, and return {name: new gradient}.
 
-    Hooks divide by the number of ranks, so they get `num_ranks` times the partial gradient. Buckets run one at a time,
-    because gloo could mix up concurrent collectives of different buckets.
+    Hooks compute the mean over ranks, but the sum of the partial gradients is needed. They therefore get `num_ranks`
+    times the partial gradient. Buckets run one at a time, because gloo could mix up concurrent collectives of different
+    buckets.
 
     Args:
         state, hook: the user's hook, and the state that it is called with.

@@ -1,9 +1,9 @@
 """Methods that change only gradients: afterwards every data rank has bitwise identical gradients.
 
 A method gets the partial gradient of each rank and returns the sum over ranks; `"all_reduce"` returns the exact sum.
-The papers instead use the mean gradient of a rank's own samples, which is n times the partial gradient on n ranks, and
-return the mean over ranks. The sum and the mean are equal, because the output of all compressors here scales with the
-input. Partial gradients avoid the rounding of the factor n.
+The papers instead take the mean over n ranks of the gradient of each rank's samples, which is n times the partial
+gradient. Both results are equal, because the output of all compressors here scales with the input. Partial gradients
+avoid rounding in the multiplication by n.
 
 `State` is the memory of a method on a rank, such as compression errors, in units of partial gradients.
 """
@@ -32,8 +32,8 @@ Gradients = Mapping[str, Tensor]
 class MethodSeeds:
     """Seeds of the random numbers of a method.
 
-    Each data rank draws different numbers. Ranks that replicate a shard of a parameter (over `tp`) draw equal numbers
-    for it. `parts`: {parameter: name of its local shard}.
+    Each data rank draws different numbers. If several `tp` ranks replicate a shard of a parameter, they draw equal
+    numbers for it. `parts`: {parameter: name of its local shard}.
     """
 
     seed: int
@@ -54,7 +54,7 @@ class MethodSeeds:
 def synchronised(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Run a method. Return {name: synchronised gradient} for each local rank, and update `states`."""
+    """Run a method, and update `states`. Return {name: synchronised gradient} for each local rank."""
     flat = [{name: gradient.reshape(-1) for name, gradient in of.items()} for of in gradients]
     if method.name in ("double_squeeze", "neolithic", "parameter_server"):
         sums = _double_squeeze(method, flat, states, wire, draws)
@@ -163,10 +163,10 @@ def _ef21(
 
 
 def servers(method: Method, sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Return {parameter: rank that is its server}. A parameter is assigned to the least loaded rank.
+    """Return {parameter: rank that is its server}.
 
-    A server sums the gradients of its parameters and sends the sums. For `"parameter_server"` the first rank serves all
-    parameters.
+    The server of a parameter sums its gradients and sends the sum. Each parameter is assigned to the rank with the
+    least load. For `"parameter_server"`, the first rank is the server of all parameters.
     """
     if method.name == "parameter_server":
         return dict.fromkeys(sizes, 0)
@@ -182,9 +182,9 @@ def _double_squeeze(
 ) -> list[dict[str, Tensor]]:
     """Run DoubleSqueeze: workers send compressed gradients to a server, which sends their compressed sum.
 
-    C is the compressor of the method, e the compression error of a worker, and E that of the server. A worker sends q =
-    C(g + e) for its gradient g, and the server sends C(sum of all q + E). Both store their new errors. Each parameter
-    has one server, so that C gets the full vector.
+    C is the compressor of the method, e the compression error of a worker, and E the compression error of the server. A
+    worker sends q = C(g + e) for its gradient g, and the server sends C(sum of all q + E). Worker and server store
+    their new errors. Each parameter has a single server, so that C gets the full vector.
     """
     compressor = compressor_of(method)
     is_lossy = method.name != "parameter_server"
@@ -224,7 +224,7 @@ def _gather_answers(
 ) -> list[dict[str, Tensor]]:  # fmt: skip
     """Gather the compressed sums of all servers on every rank, and return the decoded sums.
 
-    Before the all-gather, every server pads its sums to the length of the longest. Servers have similar lengths.
+    An all-gather needs equal lengths, so every server pads its compressed sums to the longest length.
     """
     names = [[name for name in gradients[0] if server_of[name] == server] for server in range(wire.num_ranks)]
     like = gradients[0]

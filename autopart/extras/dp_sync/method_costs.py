@@ -75,8 +75,8 @@ def sent_bytes(method: Method, numel: int, itemsize: int) -> int:
 def factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
     """Return the bytes that PowerSGD sends for a rank's shard of a parameter.
 
-    For a matrix [m, n'] and rank r these are r (m + n') elements if that is at most half of the matrix, else the
-    matrix.
+    For a matrix [m, n'] and rank r, PowerSGD sends factors of r (m + n') elements in total. If this exceeds half of the
+    matrix, it sends the matrix uncompressed.
     """
     if method.name != "powersgd" or len(shape) < 2 or not elements:
         return elements * itemsize
@@ -86,12 +86,12 @@ def factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[in
 
 
 def exchanges(method: Method, of: MethodParameters, num_ranks: Any, several: int) -> list[Exchange]:
-    """Return the collectives of a step, for two or more ranks.
+    """Return the collectives and sends of a method per step, for two or more ranks.
 
     Args:
-        of: bytes of the parameters that the method synchronises.
+        of: sizes of the parameters that the method synchronises.
         num_ranks: number of ranks, an integer or a sympy expression. Bytes can be sympy expressions as well.
-        several: number of ranks as an integer. It determines the number of neighbours on a gossip graph.
+        several: number of ranks as an integer, to compute the number of neighbours on a gossip graph.
     """
     size, sent = of.size_bytes, of.made_bytes
     if method.name == "parameter_server":

@@ -1,8 +1,8 @@
-"""Doubly stochastic mixing matrices of gossip, by row.
+"""Mixing matrices of gossip: doubly stochastic weights with which ranks average their values.
 
-Row i of a matrix is ((rank, weight), ...) in rank order: rank i computes the weighted average of the values of these
-ranks. Sources of the exponential graphs: Assran et al. 2019 (arXiv:1811.10792) and Ying et al. 2021 (arXiv:2110.13363).
-Source of the grid's Metropolis weights: Xiao and Boyd 2004.
+Row i of a matrix is ((rank, weight), ...) in rank order. Rank i computes the average of these ranks' values with these
+weights. Sources of the exponential graphs: Assran et al. 2019 (arXiv:1811.10792) and Ying et al. 2021
+(arXiv:2110.13363). Source of the grid's Metropolis weights: Xiao and Boyd 2004.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from autopart.extras.dp_sync.transports import Weights
 
 
 def mixing_rows(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
-    """Return the rows of a graph's mixing matrix at a step (from 0). Only `one_peer` depends on the step."""
+    """Return the rows of a graph's mixing matrix at a step.
+
+    Only the graph `one_peer` depends on the step, which is counted from 0.
+    """
     if num_ranks == 1:
         return [((0, 1.0),)]
     if graph == "complete":
@@ -33,7 +36,7 @@ def mixing_rows(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
 
 
 def receivers(rows: list[Weights]) -> list[list[int]]:
-    """Return, for each rank, the ranks that average its value, to which it must be sent."""
+    """Return, for each rank, the ranks that need its value for their average."""
     num_ranks = len(rows)
     return [[i for i in range(num_ranks) if i != rank and rank in dict(rows[i])] for rank in range(num_ranks)]
 
@@ -43,7 +46,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _offsets(graph: str, num_ranks: int, step: int) -> list[int]:
-    """Return the rank offsets of the neighbours whose values a rank receives."""
+    """Return the distances (in ranks) to the neighbours from which a rank receives values."""
     if graph == "ring":
         return [1] if num_ranks == 2 else [1, num_ranks - 1]
     powers = [2**k for k in range(math.ceil(math.log2(num_ranks)))]

@@ -1,8 +1,8 @@
 """`dp_sync` methods that average models: every data rank trains its own replica.
 
-A method averages the replicas before or after an optimizer step, and changes parameters in place. Each method is one
-function of all replicas in this process: one replica per process, or all replicas in a single process. The state of
-methods has the type `State` of `gradient_methods.py`.
+A method averages the replicas before or after an optimizer step, and changes parameters in place. The functions take a
+list of the replicas in this process: one in training, all in a single-process test. The state of methods has the type
+`State` of `gradient_methods.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Parameters = Mapping[str, Tensor]
 def before_step(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport, step: int
 ) -> None:
-    """Run the part of a method that precedes optimizer step `step` (from 0). All gradients are in `.grad`."""
+    """Run the part of a method before the optimizer step `step` (from 0). Gradients are in `.grad`."""
     if method.name == "gradient_tracking":
         _gradient_tracking(method, parameters, states, wire)
     elif method.name == "exact_diffusion":
@@ -42,7 +42,7 @@ def before_step(
 def after_step(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport, step: int
 ) -> None:
-    """Run the part of a method that follows optimizer step `step` (from 0)."""
+    """Run the part of a method after the optimizer step `step` (from 0), such as averaging."""
     if method.name == "gossip":
         is_global = method.every and (step + 1) % method.every == 0
         _mix("complete" if is_global else method.graph, parameters, wire, step)
@@ -64,7 +64,7 @@ def after_step(
 
 
 def means(values: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list[dict[str, Tensor]]:
-    """Return the means over all replicas, on every rank."""
+    """Return, for each local rank, {name: mean of the value over all replicas}."""
     flat = wire.sum([_flat(list(replica.values())) for replica in values])
     return [_by_name(total / wire.num_ranks, replica) for total, replica in zip(flat, values, strict=True)]
 

@@ -1,9 +1,9 @@
 """State of `dp_sync` methods as tensors that a distributed checkpoint saves and loads on any mesh.
 
-State that differs between data ranks becomes a full tensor of shape [data ranks, *the parameter's shape]. State of
-gradient methods is saved in the units of the papers, the mean gradient of a rank's samples, not in units of partial
-gradients. If the number of data ranks changes, each rank loads the mean over all saved ranks. The convergence proofs of
-these methods need only that mean (with error feedback e, the mean of x - e is unchanged).
+State that differs between data ranks is saved as a tensor of shape [data ranks, *the parameter's shape]. State of
+gradient methods is converted from units of partial gradients to units of the mean gradient of a rank's samples, as in
+the papers. If the number of data ranks changes, each rank loads the mean over all saved ranks. The convergence proofs
+of these methods need only this mean (with error feedback e, the mean of x - e is unchanged).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ COUNTS = ("steps", "updates", "data_ranks")
 
 
 def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
-    """Return the state of the communication methods of `dp_sync` for a checkpoint.
+    """Return the state of the `dp_sync` methods, as tensors that a checkpoint can save or load into.
 
     Args:
-        data_ranks: number of data ranks that saved it. None: that of this run.
+        data_ranks: to load a checkpoint, the number of data ranks that saved it. None: to save one.
     """
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
     entries: dict[str, Any] = {
@@ -68,7 +68,7 @@ def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
 
 
 def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
-    """Load the state of the methods (`ParallelModule.load_dp_sync_state_dict`)."""
+    """Load the state of the `dp_sync` methods, for `ParallelModule.load_dp_sync_state_dict`."""
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
     expected = state_of(sync)
     missing = [key for key in expected if key not in saved and not key.startswith("powersgd.")]
@@ -98,7 +98,7 @@ def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
 def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -> None:
     """Load torch's PowerSGD state.
 
-    It is keyed by buckets, so only the mesh that saved it can load it.
+    This state is keyed by buckets, so it can only be loaded on the mesh that saved it.
     """
     for name, state in saved.items():
         if name.startswith("powersgd.") and name.endswith(f".of_rank_{sync.process.rank}"):
@@ -114,7 +114,7 @@ def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -
 
 
 def _to_mean_gradient(method: Method, ranks: int) -> int:
-    """Return the factor that converts a partial gradient to a rank's mean gradient.
+    """Return the factor from units of partial gradients to units of the mean gradient of a rank's samples.
 
     It is 1 if the method averages models.
     """
@@ -131,7 +131,7 @@ def _as_shard(sync: DataSync, name: str, value: Tensor) -> Tensor:
 
 
 def _state_offsets(sync: DataSync, name: str) -> ShardOffsets:
-    """Return where this rank's state of a parameter is in the full tensor, as offsets of a shard."""
+    """Return the offsets of this rank's state of a parameter in the full state tensor."""
     owner = shard_info_of(sync.stored[name])
     assert owner is not None
     return shard_offsets_of(replace(owner, stored=sync.layouts[name]))

@@ -8,12 +8,13 @@ dp_sync = {"strategy": "qsgd", "bits": 4, "from_step": 100, "seed": 1}  # exact 
 dp_sync = "gossip:ring"  # every rank has its own model, averaged with its neighbours
 ```
 
-Methods of *gradients* change only `.grad`: model replicas stay bitwise identical. With methods of *models* every data
-rank has its own parameters, which the method averages after the optimizer step (`pm.attach(optimizer)`).
+Some methods change *gradients*: they only change `.grad`, and model replicas stay bitwise identical. Others change
+*models*: every data rank has different parameters, which the method averages after the optimizer step
+(`pm.attach(optimizer)`).
 
-The method runs over `dp`. If the mesh also has `dpr`, gradients are all-reduced exactly over `dp` (within a node), and
-the method runs over `dpr` (between nodes). `across="node"` requires a mesh with `dpr`. With `zero=1`, methods of
-gradients get unsharded gradients, so they work as without ZeRO.
+The method runs over the mesh axis `dp`. If the mesh also has `dpr`, gradients are all-reduced exactly over `dp` (within
+a node), and the method runs over `dpr` (between nodes). `across="node"` requires a mesh with `dpr`. With `zero=1`,
+methods that change gradients get unsharded gradients, so they work as without ZeRO.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ FORM = "dp_sync='top_k:0.01', or {'strategy': 'top_k', 'ratio': 0.01, 'only': {'
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a `dp_sync` method: whether it changes gradients or models, and its parameters.
+    """Specification of a `dp_sync` method: what it changes (gradients or models), and its parameters.
 
     `takes`: {parameter: default value}. None marks a required parameter.
     """
@@ -103,7 +104,7 @@ _NUMBERS: dict[str, tuple[type, Any, str]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A method and the values of all its parameters, such as `{"ratio": 0.01}`.
+    """A `dp_sync` method and the values of all its parameters, such as `top_k` with `{"ratio": 0.01}`.
 
     >>> str(Method.parse("neolithic:0.05,2")), Method.parse("double_squeeze:sign").compressor
     ('neolithic:0.05', Method(name='sign', numbers=(('memory', True),)))
@@ -169,7 +170,7 @@ class Method:
         return Method(name, tuple((key, _checked(name, key, value)) for key, value in complete.items()))
 
     def as_data(self) -> dict[str, Any]:
-        """Return a mapping that `parse` reads, as plans store it."""
+        """Return the method as a mapping, which plans store and `parse` reads."""
         shown = {key: str(value) if isinstance(value, Method) else value for key, value in self.numbers}
         return {"strategy": self.name, **shown}
 
@@ -183,7 +184,7 @@ def _kind_of(name: str) -> MethodSpec:
 def _numbers_of(name: str, text: str) -> dict[str, Any]:
     """Parse the text after the name of a method, `0.05,2`, to {parameter: value}.
 
-    For `double_squeeze` the text is a compressor.
+    For `double_squeeze` the text names a compressor, such as `sign`.
     """
     parameters = list(_kind_of(name).takes)
     if not text:
@@ -243,10 +244,11 @@ HOOK = Method("hook")
 
 @dataclass(frozen=True)
 class DpSync:
-    """The method of each parameter: one for all parameters, and exceptions by parameter name.
+    """The value of `dp_sync=`: one method for all parameters, and exceptions by parameter name.
 
-    `only`: (name pattern as in `fnmatch`, method) of the exceptions; the first match applies. `from_step`: number of
-    steps at the start that all-reduce gradients exactly. `seed`: seed of the methods' random numbers.
+    `only`: the exceptions, as (name pattern for `fnmatch`, method). The first matching pattern applies. `from_step`:
+    number of steps at the start in which gradients are all-reduced exactly. `seed`: seed of the methods' random
+    numbers.
     """
 
     method: Method = EXACT
@@ -291,7 +293,7 @@ class DpSync:
         return _checked_combination(DpSync(method, tuple(named), across, from_step, seed))
 
     def as_data(self) -> dict[str, Any]:
-        """Return a mapping that `parse` reads, as plans store it."""
+        """Return the option as a mapping, which plans store and `parse` reads."""
         if self.is_default:
             return self.method.as_data()
         data = {**self.method.as_data(), "across": self.across, "from_step": self.from_step, "seed": self.seed}
@@ -307,7 +309,7 @@ class DpSync:
 
     @property
     def changes_models(self) -> bool:
-        """True if every data rank has its own model."""
+        """True if the method averages models: data ranks then have different parameters."""
         return self.method.changes == "models"
 
     def axis(self, mesh: Mesh) -> str:

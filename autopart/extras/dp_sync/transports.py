@@ -1,6 +1,7 @@
 """Transports of `dp_sync` messages: a process group, or lists if all ranks are in one process.
 
-Each method is one function for both transports. Its arguments are lists with one entry per rank of this process.
+The code of a method is independent of the transport. All arguments are lists with one entry per rank that runs in this
+process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Weights = Sequence[tuple[int, float]]
 class SyncTransport(Protocol):
     """Transport of messages between the `num_ranks` data ranks of a method.
 
-    `here`: the ranks that run in this process, the local ranks. All methods of this class are collective. They take and
+    `here`: the local ranks, which run in this process. All methods of this class are collective calls. They take and
     return lists with one entry per local rank.
     """
 
@@ -33,10 +34,13 @@ class SyncTransport(Protocol):
         """All-gather tensors of equal shape. Returns the tensors of all ranks, in rank order."""
 
     def all_to_all_vectors(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Send `sent[i][r]` from the i-th local rank to rank r. Its length must be equal for all i."""
+        """Send the vector `sent[i][r]` from the i-th local rank to rank r. Return the received vectors.
+
+        For each r, the vectors that all ranks send to rank r must have equal lengths.
+        """
 
     def broadcast_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """Broadcast the first rank's tensor. Other ranks pass a tensor of equal shape and dtype."""
+        """Broadcast the first rank's tensor. All other ranks pass a tensor of that shape and dtype."""
 
     def exchange(
         self, values: Sequence[Tensor], weights: Sequence[Weights], to: Sequence[Sequence[int]]
@@ -80,7 +84,7 @@ class ListTransport:
 
 
 class GroupTransport:
-    """Transport between the ranks of a process group, of which one is local."""
+    """Transport between the ranks of a process group. One rank is local: that of this process."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.num_ranks = group, group.size()
@@ -132,7 +136,10 @@ class GroupTransport:
         return [total]
 
     def _to_transport(self, values: Tensor) -> Tensor:
-        """Return the values on a device from which the group can send. On GPUs, gloo supports only reductions."""
+        """Return the values on a device from which the group can send them.
+
+        With gloo, GPU tensors are copied to the CPU, because gloo supports only reductions of GPU tensors.
+        """
         return (
             values.contiguous().cpu() if values.is_cuda and is_gloo(self.group, values.device) else values.contiguous()
         )

@@ -11,7 +11,7 @@ __all__ = ["generate"]
 
 
 def generate(caller: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Generate tokens with `transformers`. `caller` runs the partitioned model that was made from `model`."""
+    """Run transformers' `model.generate(*args, **kwargs)`. `caller` runs the partitioned model instead."""
     from autopart.extras.generation.generating_model import generate as run  # imports transformers
 
     return run(caller, model, args, kwargs)

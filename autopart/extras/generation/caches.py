@@ -1,8 +1,9 @@
-"""Caches of keys and values: `TokenCache` for transformers' loop, `TracedCache` for the traced model.
+"""Key-value caches: `TokenCache` for transformers' generation loop, `TracedCache` for traced models.
 
-The keys and values are in the `CacheStore` of each rank. A `TokenCache` only counts the tokens, and gives transformers
-the sizes of the attention masks: as for a static cache, all masks cover the full length of the cache. One program then
-serves all tokens. A layer with a sliding window has a cache of full length too, and its mask hides earlier tokens.
+Each rank stores its keys and values in a `CacheStore`. A `TokenCache` only counts the tokens, and gives transformers
+the sizes of the attention masks. As for a static cache, all masks cover the full length of the cache, so that one
+program serves all tokens. A layer with a sliding window has a cache of full length too, and its mask excludes earlier
+tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def holds_keys_only(config: Any) -> bool:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer of a `TokenCache`. It knows the sizes of attention masks, but stores no tensors."""
+    """One layer of a `TokenCache`. It reports the sizes of attention masks, but stores no tensors."""
 
     is_compileable = True
 
@@ -69,12 +70,12 @@ class _Layer(CacheLayerMixin):
 
 
 class TokenCache(Cache):
-    """Cache of one `generate` call, as transformers' generation loop uses it.
+    """Cache object for transformers' loop in one `generate` call. It counts tokens, but has no tensors.
 
     Attributes:
         length: number of tokens that the caches can hold.
         num_tokens: number of tokens in the caches.
-        store: this rank's caches.
+        store: keys and values of this rank.
     """
 
     def __init__(self, config: Any, length: int):
@@ -84,13 +85,13 @@ class TokenCache(Cache):
         super().__init__(layers=[_Layer(self, is_sliding) for is_sliding in sliding])
 
     def traced(self, num_new: int, device: torch.device, kind: type[Any]) -> Any:
-        """Return the cache to pass to the model for a call with `num_new` tokens."""
+        """Return the cache to pass to the model for a call with `num_new` tokens: an object of class `kind`."""
         positions = torch.arange(self.num_tokens, self.num_tokens + num_new, device=device)
         return kind(positions[None], torch.zeros(1, self.length, dtype=torch.bool, device=device))
 
 
 class TracedCache(Cache, LocalCache):
-    """Cache that a model gets while it is traced. Writes become `autopart.update_cache` operators.
+    """Cache that the model gets while it is traced. Cache writes become `autopart.update_cache` operators.
 
     `positions` and `slots` are inputs of the program. Their first dim has size 1, so that it cannot be the batch dim.
 
@@ -134,7 +135,7 @@ class _Recomputed(Cache):
 class _NeverUpdated(dict[int, bool]):
     """Dict {layer: True if its cross-attention is cached} that ignores assignments.
 
-    So no layer counts as cached, and every call computes the keys and values again.
+    No layer ever counts as cached, so every call computes the keys and values of cross-attention again.
     """
 
     def __setitem__(self, layer: int, is_updated: bool) -> None: ...

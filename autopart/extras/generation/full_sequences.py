@@ -1,6 +1,6 @@
-"""Inputs of calls without a cache: the full sequence, padded on the right to one of few lengths.
+"""Inputs of generation without a cache: the full sequence, padded on the right to one of few lengths.
 
-In a causal model no token sees a later one, so padding on the right changes no logits of earlier tokens.
+In a causal model no token attends to later tokens, so padding on the right does not change earlier logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PADDED_WITH_ZEROS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_
 def with_padded_tokens(
     inputs: dict[str, Any], tokens: str, config: Any, accepts: Collection[str]
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the inputs of a call with all tokens padded to a multiple of a fixed number.
+    """Return the inputs of a call with sequences padded to a multiple of `LENGTH_STEP` tokens.
 
     Args:
         tokens: name of the input with the tokens.

@@ -34,7 +34,7 @@ class PartitionedModel(Protocol):
 
     @property
     def keeps_stages(self) -> bool:
-        """True if every call must use all pipeline stages."""
+        """True if every call must run all pipeline stages, so that the encoder cannot run alone."""
 
     @property
     def shards_sequences(self) -> bool:
@@ -77,7 +77,7 @@ def _check_model(model: Any) -> None:
 
 
 def _generating(caller: PartitionedModel, model: Any) -> tuple[Any, _Forward]:
-    """Return a shallow copy of the model with another forward, and this forward.
+    """Return (shallow copy of the model whose forward runs the partitioned model, this forward).
 
     The copy shares its modules, parameters and configs with the model.
     """
@@ -93,7 +93,7 @@ def _generating(caller: PartitionedModel, model: Any) -> tuple[Any, _Forward]:
 
 
 def _without_cache(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `GenerationMixin._sample` without the cache in its results: a `TokenCache` has no tensors."""
+    """Wrap `GenerationMixin._sample` to leave the cache out of its results, because it has no tensors."""
 
     @functools.wraps(sample)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _without_cache(sample: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Forward:
-    """The forward of a generating model, and the steps of transformers' `generate` that differ.
+    """Forward of a generating model, and replacements for steps of transformers' `generate`.
 
     A call with a `TokenCache` passes only the new tokens. Without a cache, each call passes the full sequence, padded
     on the right to one of few lengths.
@@ -164,9 +164,10 @@ class _Forward:
     def encode(
         self, inputs: Tensor, model_kwargs: dict[str, Any], input_name: str | None, config: Any
     ) -> dict[str, Any]:
-        """Run the encoder of an encoder-decoder model, once. Images stay inputs of the call for the prompt.
+        """Run the encoder of an encoder-decoder model once, before the first token is generated.
 
-        If every call must run all stages, the encoder runs in each call. Its inputs are then passed as its outputs.
+        If every call must run all pipeline stages, the encoder runs in each call instead: the encoder's inputs are
+        passed in place of its outputs.
         """
         if not self.is_encoder_decoder or model_kwargs.get("encoder_outputs") is not None:
             return model_kwargs
@@ -222,7 +223,7 @@ class _Forward:
 
     @contextmanager
     def only_partitioned(self) -> Iterator[None]:
-        """Raise UsageError in a `with` block if a module of the original model runs alone."""
+        """Context manager that raises UsageError if a module of the original model runs alone in its block."""
 
         def check(module: nn.Module, args: Any) -> None:
             if not self._is_running and (name := self._modules.get(id(module))) is not None:

@@ -7,9 +7,9 @@
 | `pipelining` | `split_spec` of `torch.distributed.pipelining.pipeline` | stages |
 | `megatron` | `--pipeline-model-parallel-layout` of Megatron-LM | stages |
 
-These formats name modules, not operators. They cannot express every plan. Examples are a fused q/k/v weight of which q,
-k and v are each sharded, a stage boundary inside a module, and unequal shards. Exporting such a plan raises an error
-that names the line of the plan.
+These formats name modules, not operators, and cannot express every plan. For example, they cannot express a fused q/k/v
+weight of which q, k and v are each sharded, a stage boundary inside a module, or unequal shards. Exporting such a plan
+raises an error that names the line of the plan.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
 
     Args:
         to: "transformers", "parallelize_module", "pipelining" or "megatron".
-        model: the plan's model, possibly on `meta`. The first two formats need the class of each of its modules.
+        model: the plan's model, possibly on `meta`. "transformers" and "parallelize_module" need it, because they
+            depend on the class of each module.
     Raises OptionError for another format; LayoutError or StageError for a plan that the format cannot express.
     """
     if to not in _FORMATS:
@@ -129,8 +130,8 @@ def _check_expressible(
 def _check_collectives(plan: Plan) -> None:
     """Raise LayoutError if the plan gathers or exchanges activations.
 
-    These formats can only express all-reduces: of outputs of row-parallel modules, and of input gradients of
-    column-parallel modules.
+    The formats of other tools can only express all-reduces: of the outputs of row-parallel modules, and of the input
+    gradients of column-parallel modules.
     """
     for row in plan.collectives:
         other = [kind for kind in (row.forward, row.backward) if kind not in ("", "all_reduce")]
@@ -145,9 +146,9 @@ def _check_collectives(plan: Plan) -> None:
 
 
 def _with_sharded_output(roles: Mapping[str, str]) -> set[str]:
-    """Return the column-parallel modules whose output stays sharded for the next row-parallel module.
+    """Return the column-parallel modules whose output stays sharded, up to the next row-parallel module.
 
-    Other column-parallel modules can be between the two.
+    Other column-parallel modules (such as k and v after q) can be in between.
     """
     blocks: dict[str, list[str]] = defaultdict(list)
     for path in roles:
@@ -174,8 +175,8 @@ def _block(path: str) -> str:
 def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
     """Return {name pattern: role of the modules}.
 
-    If modules of one pattern have different roles, the dict has their full names instead of the pattern. Raises
-    LayoutError if the format does not support full names.
+    A pattern such as `layers.*.mlp.up` covers several modules. If they have different roles, the dict has their full
+    names instead of the pattern. Raises LayoutError if the format does not support full names.
     """
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     for path, role in roles.items():
@@ -215,7 +216,10 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _format_role(kind: type, role: str) -> str:
-    """Return the role to write for a module. The format always gathers the output of a COLUMN embedding."""
+    """Return the role to write for a module, which differs for a column-parallel embedding.
+
+    The formats always gather the output of such an embedding.
+    """
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 
 
@@ -265,7 +269,7 @@ def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def stage_modules(plan: Plan) -> list[str]:
-    """Return the name of the first module of every stage but the first.
+    """Return the names of the modules with which pipeline stages begin, without the first stage.
 
     Raises StageError for a stage boundary inside a module.
     """
@@ -380,13 +384,13 @@ _FORMATS: dict[str, Callable[..., Any]] = {
 
 
 def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Convert another tool's plan to a value of `pins=`.
+    """Convert another tool's plan to a value of the option `pins=`, which fixes layouts or stages.
 
     Args:
-        given: `{module or pattern: style}`: transformers' `tp_plan`, the dict of `parallelize_module`, or the
-            `split_spec` of `pipeline`.
+        given: `{module or pattern: style}`: transformers' `tp_plan`, the dict for torch's `parallelize_module`, or the
+            `split_spec` of torch's `pipeline`.
         model: the model whose modules `given` names; possibly on `meta`.
-    Raises OptionError for a style that does more than place weights.
+    Raises OptionError for a style that does more than choose the placement of weights.
 
     Example:
         >>> pins = autopart.pins_from(model.tp_plan, model)                                # doctest: +SKIP

@@ -21,7 +21,7 @@ __all__ = ["check_program", "make_batches"]
 
 
 def make_batches(schedule: str, process: Process, parameters: Mapping[str, Tensor]) -> InFlight:
-    """Create the state of the schedule, which runs the steps. At first, no batch is in flight."""
+    """Create the object that runs the steps of the schedule. No batch is in flight yet."""
     # Imported late, because a plan does not need it.
     from autopart.extras.pipedream_2bw.batches_in_flight import InFlight
 

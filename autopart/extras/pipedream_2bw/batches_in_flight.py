@@ -1,9 +1,9 @@
 """`schedule="1f1b_2bw"`: asynchronous 1F1B (PipeDream-2BW), without a flush between batches.
 
 `step(batch k)` starts the first microbatches of batch k after the last microbatches of batch k - 1. It finishes the
-backwards of batch k - 1, and adds the gradient of batch k - 1 to `.grad`. All stages compute a batch with one version
-of the weights, which is current when its `step` begins. While the batch is in flight, the optimizer changes the other
-version. So batch k + 1 is computed with
+backwards of batch k - 1, and adds the gradient of batch k - 1 to `.grad`. All stages compute batch k with one version
+of the weights: the version that is current when `step(batch k)` begins. While batch k is in flight, the optimizer
+changes the other version. Batch k + 1 is therefore computed with
 
     W(k + 1) = W(k) - step size x gradient of batch k - 1 at W(k - 1)
 
@@ -65,7 +65,7 @@ class WeightVersions:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Copy the parameters into the version that is not current, and make it the current one."""
+        """Copy the parameters into the other version of the weights, and make that version current."""
         current, other = self.tensors[self.current], self.tensors[1 - self.current]
         for name, parameter in self.parameters.items():
             other[name].data.copy_(parameter.data)
@@ -77,8 +77,8 @@ class WeightVersions:
 class StageExchange:
     """Sends to and receives from the neighbouring pipeline stages.
 
-    A rank waits for a receive as soon as it has started the receive. It waits for a send only after it has started the
-    next send.
+    A receive blocks until the data has arrived. A send does not block: the rank waits for it only after it has started
+    the next transfers.
     """
 
     def __init__(self) -> None:
@@ -105,8 +105,8 @@ class StageExchange:
     def _begin(self, receives: Sequence[dist.P2POp]) -> list[dist.Work]:
         """Start the pending sends and these receives. Return the work objects of the receives.
 
-        Other methods wait for the sends later. If the backend returns one work object for all transfers (NCCL), the
-        result is that object.
+        The sends are not waited for here. If the backend returns one work object for all transfers (NCCL), the result
+        is this object.
         """
         sends, self.unsent = self.unsent, []
         works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
@@ -137,7 +137,7 @@ class StageExchange:
 
 
 class ExecutablePair:
-    """Two executables of one program, one for each version of the weights."""
+    """Two executables of one program: each computes with one of the two versions of the weights."""
 
     def __init__(self, program: Program, in_flight: InFlight, make: Callable[..., Executable]):
         assert in_flight.schedule is not None
@@ -169,7 +169,7 @@ def pipeline_of(executable: Executable) -> Pipeline:
 
 
 class BatchInFlight:
-    """A batch whose first microbatches have started, and whose last backwards have not finished."""
+    """A batch in flight: its first microbatches have started, and its last backwards have not finished."""
 
     def __init__(
         self, pair: ExecutablePair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison
@@ -195,7 +195,7 @@ class BatchInFlight:
         self._loaded.close()
 
     def finish(self, exchange: StageExchange) -> None:
-        """Complete the gradients, and compute the loss. Called when all backwards of the batch have run."""
+        """Reduce gradients of tied parameters and compute the loss, when all backwards of the batch have run."""
         executable = self.executable
         losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
         sync_tied(executable.parameters, executable.program, executable.process, executable.stage_style)
@@ -212,7 +212,7 @@ class BatchInFlight:
 class InFlight(OverlappedBatches):
     """State of the schedule "1f1b_2bw".
 
-    It has the batch in flight, and a finished batch whose gradients have not been added to `.grad` yet.
+    It stores the batch in flight, and at most one finished batch whose gradients have not been added to `.grad` yet.
     """
 
     def __init__(self, schedule: str, process: Process, parameters: Mapping[str, Tensor]):
@@ -236,9 +236,8 @@ class InFlight(OverlappedBatches):
     def step(self, pair: ExecutablePair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
         """Start a batch, finish the previous batch, and add the gradients of the previous batch to `.grad`.
 
-        Returns the loss of the previous batch, NaN if there is none. Raises InputError if ranks pass different
-        arguments. The previous batch is finished before the error is raised, and the next call adds its gradients to
-        `.grad`.
+        Returns the loss of the previous batch, or NaN if there is none. Raises InputError if ranks pass different
+        arguments. In that case, the previous batch is still finished, and the next call adds its gradients to `.grad`.
         """
         if self.batch is not None and self.batch.pair is not pair:
             self.drain()
@@ -291,10 +290,10 @@ class InFlight(OverlappedBatches):
             )  # fmt: skip
 
     def _advance(self, beginning: BatchInFlight | None, loss_scale: float, meet: Callable[[], None]) -> None:
-        """Start a batch and finish the batch in flight; either can be None.
+        """Start the batch `beginning`, unless it is None, and finish the batch in flight, if there is one.
 
-        The ranks compare their calls (`meet`) before the first microbatch of the new batch. If the calls differ, the
-        new batch is dropped, the batch in flight is finished, and then the error is raised.
+        The ranks call `meet` to compare their calls before the first microbatch of the new batch. If the calls differ,
+        the new batch is dropped, the batch in flight is finished, and then the error is raised.
         """
         if self.is_broken:
             raise UsageError(

@@ -25,10 +25,10 @@ BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeErr
 
 @dataclass(frozen=True)
 class GroupShard:
-    """One shard of a value, from the ranks that store it.
+    """One shard of a value, with the ranks and microbatches from which it was collected.
 
-    If the placement is `P`, the shard is the sum of the ranks' partial sums. `entries`: for each dim, the indices of
-    the shard in the full value.
+    If the placement is `P`, `value` is the sum of the partial sums of these ranks. `entries`: for each dim, the indices
+    of the shard's entries in the full value.
     """
 
     ranks: tuple[int, ...]
@@ -49,10 +49,10 @@ class GroupShard:
 
 @dataclass(frozen=True)
 class WrongShard:
-    """The shard of a value with the largest error.
+    """Shard with the largest error among the shards of one value.
 
-    `worst` describes the wrong entry and its expected value. `num_wrong` of the `num_parts` shards of the value are
-    wrong.
+    `worst` describes the entry with the largest error and its expected value. Of the `num_parts` shards of the value,
+    `num_wrong` are wrong.
     """
 
     part: GroupShard
@@ -76,9 +76,10 @@ class Mismatch:
     Args:
         name: name of the value in the traced graph, or of the parameter.
         kind: "value" or "gradient".
-        operator: the operator that computed the value; for a gradient, the operators that use the value.
+        operator: the operator that computed the value. For a gradient: the operators that use the value, because their
+            backward computes its gradient.
         keys: names of these operators in plans.
-        part: the shard with the largest error; None if the run raised an exception.
+        part: the shard of the value with the largest error; None if the run raised an exception.
     """
 
     name: str
@@ -113,8 +114,8 @@ def first_mismatch(
 ) -> Mismatch | None:
     """Return the first wrong value or gradient of a partitioned program; None if nothing is wrong.
 
-    It searches in this order: the values and gradients of a training step, the values of a forward call, and the
-    gradients of parameters. Of wrong parameter gradients, it returns the one with the largest error.
+    It compares the values and gradients of a training step first, then the values of a forward call, then the gradients
+    of parameters. If several parameter gradients are wrong, it returns the one with the largest error.
     """
     step = _MismatchSearch(subject, subject.step(arrangement.decisions), arrangement, tolerance)
     first = step.first()
@@ -128,7 +129,7 @@ def first_mismatch(
 
 
 class _MismatchSearch:
-    """Search for the first value, then for the first gradient, that differs from the unpartitioned graph."""
+    """Search for the first value or gradient of a program that differs from the unpartitioned graph."""
 
     def __init__(self, subject: GraphUnderTest, program: Program, arrangement: Arrangement, tolerance: float):
         self.subject, self.program, self.arrangement = subject, program, arrangement
@@ -142,10 +143,10 @@ class _MismatchSearch:
     def first(self, gradients: bool = True) -> Mismatch | None:
         """Run the program and return the first wrong value or gradient; None if all are right.
 
-        If the run raises an exception and all earlier values are right, return the operator that raised.
+        If the run raises an exception and all values before it are right, the mismatch names the operator that raised.
 
         Args:
-            gradients: also compare gradients.
+            gradients: True to also compare gradients.
         """
         self.shards = self.subject.shards(self.program, self.arrangement)
         failure: Exception | None = None
@@ -180,8 +181,8 @@ class _MismatchSearch:
     def _first_gradient(self) -> Mismatch | None:
         """Return the first wrong gradient in the order of the backward.
 
-        If a value is converted to another layout, its copies each receive only a part of the gradient. So only the
-        first layout of each value is compared.
+        A value can occur in several layouts, because collectives convert it. Only the first layout is compared: it
+        receives the full gradient, the converted copies receive parts.
         """
         scale = self.grad_scale
         first_made: dict[str, fx.Node] = {}
@@ -202,10 +203,9 @@ class _MismatchSearch:
         return None
 
     def parameter(self, name: str) -> Mismatch:
-        """Return the mismatch of a parameter's gradient, if the gradients of all other values are right.
+        """Return the mismatch of a parameter's gradient, when the gradients of all other values are right.
 
-        Then either the backward of the operator that uses the parameter is wrong, or the reduction of the gradient
-        over ranks.
+        The fault is then in the backward of the operator that uses the parameter, or in the reduction over ranks.
         """
         sync_gradients_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
         stored = self.program.parameters[name]
@@ -269,7 +269,7 @@ class _MismatchSearch:
             )  # fmt: skip
 
     def _coordinates(self, part: GroupShard) -> str:
-        """Return the coordinates that all ranks of a shard have in common: `dp 1, tp 0, microbatch 2`."""
+        """Format the mesh coordinates that all ranks of a shard have in common: `dp 1, tp 0, microbatch 2`."""
         each = [self.mesh.coordinates(rank) for rank in part.ranks]
         shared = [f"{axis} {at}" for axis, at in each[0].items() if all(other[axis] == at for other in each)]
         if self.program.microbatches > 1 and len(part.microbatches) == 1:
@@ -289,7 +289,7 @@ class _MismatchSearch:
         return Mismatch(name, kind, wrong.error, maker, module, _source(origin), stage, layout, keys, wrong, origin)
 
     def _raised(self, failure: Exception) -> Mismatch:
-        """Return a mismatch for the operator that raised an exception: the one after the last computed node."""
+        """Return a mismatch that names the operator that raised: the operator after the last computed node."""
         assert self.made, f"the run broke before its first value: {failure}"
         last, (stage, _) = list(self.made.items())[-1]
         node = last.next
@@ -319,7 +319,11 @@ def _reference(subject: GraphUnderTest) -> tuple[dict[str, Tensor], dict[str, Te
 def entries_of(
     shape: Sequence[int], layout: Mapping[str, Placement], at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[Tensor, ...]:
-    """Return, for each dim of a full value, the indices that the rank at these coordinates stores.
+    """Return, for each dim of a full value, the indices that a rank stores.
+
+    Args:
+        at: {mesh axis: coordinate of the rank}.
+        sizes: {mesh axis: number of ranks}.
 
     >>> entries_of([4], {"dp": Placement.parse("S(0)")}, {"dp": 1}, {"dp": 2})
     (tensor([2, 3]),)
@@ -338,7 +342,7 @@ def entries_of(
 
 
 def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return (size, index of the rank at these coordinates) for a mesh axis or a flattened axis."""
+    """Return (size of an axis, index of a rank along it), for a mesh axis or a flattened one like `dp_cp`."""
     ranks, index = 1, 0
     for part in mesh_axes_of(axis):
         ranks, index = ranks * sizes[part], index * sizes[part] + at[part]
@@ -346,7 +350,7 @@ def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple
 
 
 def _maker(node: fx.Node) -> str:
-    """Describe the operator that computes a node: `layers.0/mul (aten.mul.Tensor)`, or a collective."""
+    """Describe the operator or collective that computes a node, such as `layers.0/mul (aten.mul.Tensor)`."""
     key = facts(node).get("key") or facts(node)["origin"]
     if node.op == "get_attr":
         return "none: a stored weight"
@@ -383,7 +387,7 @@ def _worst_entry(part: GroupShard, whole: Tensor) -> str:
 
 
 def _ranges(entries: Tensor) -> str:
-    """Format the indices 0 to 7 and 16 to 23 as `0:8+16:24`."""
+    """Format sorted indices as ranges: `0:8+16:24` for the indices 0 to 7 and 16 to 23."""
     numbered = enumerate(entries.tolist())
     runs = [[index for _, index in run] for _, run in groupby(numbered, lambda pair: pair[1] - pair[0])]
     return "+".join(f"{run[0]}:{run[-1] + 1}" for run in runs) or "none"

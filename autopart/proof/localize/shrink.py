@@ -1,10 +1,10 @@
 """Reduction of a wrong partitioned graph to the smallest subgraph that is wrong when it runs alone.
 
 The search begins at the operator that computes the first wrong value, or, for a wrong gradient, at the operators that
-use the value. These operators are extracted into a subgraph with the plan's decisions, and run with inputs that were
-recorded from the model. If the subgraph gives right results, neighbouring operators are added until it gives wrong
-ones. Then operators are removed as long as the subgraph stays wrong (delta debugging: Zeller and Hildebrandt 2002,
-"Simplifying and isolating failure-inducing input").
+use the value. It extracts these operators into a subgraph with the plan's decisions, and runs it with inputs that were
+recorded from the model. If the results are right, it adds neighbouring operators until they are wrong. Then it removes
+operators as long as the results stay wrong (delta debugging: Zeller and Hildebrandt 2002, "Simplifying and isolating
+failure-inducing input").
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def smallest_failing(
 
     Args:
         first: the first wrong value of the full graph; None if it is unknown.
-        breaks: True if the run of the full graph raises an exception. Then a subgraph that raises one counts as wrong.
+        breaks: True if the run of the full graph raises an exception. Then a subgraph that raises an exception counts
+            as wrong too.
     """
     for recorded in (True, False):  # True: values that depend only on inputs are recorded, not recomputed
         search = _FaultSearch(subject, arrangement, tolerance, recorded, breaks)
@@ -60,8 +61,8 @@ class _FaultSearch:
     def suspects(self, first: Mismatch | None) -> set[fx.Node]:
         """Return the operators from which the search starts.
 
-        They are the operator that computes the first wrong value, or the users of this value if only its gradient is
-        wrong. Without a first wrong value they are all operators.
+        If the first mismatch is a value, this is the operator that computes the value. If it is a gradient, these are
+        the operators that use the value. Without a mismatch, these are all operators.
         """
         if first is None:
             return set(self.active)
@@ -72,8 +73,8 @@ class _FaultSearch:
     def grown(self, chosen: set[fx.Node]) -> set[fx.Node]:
         """Add neighbouring operators to `chosen` until the subgraph gives wrong results. Return its operators.
 
-        Each round adds the neighbours of the current operators. Returns an empty set if the graph of all operators
-        gives right results.
+        Each round adds all neighbours of the chosen operators. If even the graph of all operators gives right results,
+        the returned set is empty.
         """
         rings = 1
         while not self.fails(chosen):
@@ -86,7 +87,10 @@ class _FaultSearch:
         return chosen
 
     def reduced(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Remove operators from `chosen` as long as the subgraph stays wrong, first many at once."""
+        """Remove operators from `chosen` as long as the subgraph stays wrong. Return the remaining operators.
+
+        It first tries to remove half of the operators at once, then smaller and smaller groups.
+        """
         size = max(1, len(chosen) // 2)
         while len(chosen) > 1 and self.runs < MAX_RUNS:
             ordered = sorted(chosen, key=self.order.__getitem__)
@@ -122,7 +126,7 @@ class _FaultSearch:
 
 
 class _Planted:
-    """An arrangement that records whether a fault that a test planted could be applied to a subgraph.
+    """Arrangement with a planted fault, which records whether the fault could be applied to a subgraph.
 
     A fault that changes a value outside of the subgraph cannot be applied. The subgraph's result then proves nothing.
     """

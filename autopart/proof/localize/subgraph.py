@@ -160,7 +160,7 @@ class Builder:
     def _as_partial_sums(
         self, node: fx.Node, tensor: Tensor, over: str, others: Layout, stage: int, name: str | None
     ) -> fx.Node:  # fmt: skip
-        """Convert a value to partial sums over one axis, or over the batch.
+        """Add operators that convert a value to partial sums over one axis, or over the batch.
 
         Args:
             over: the axis, or `ROWS` for the batch.
@@ -208,7 +208,7 @@ class Builder:
 
 
 def _meta(tensor: Tensor, role: str, needs_grad: bool = False, **others: Any) -> dict[str, Any]:
-    """Return the facts (entries of `node.meta`) that passes need for a node."""
+    """Return the `node.meta` of a new node: the facts (entries) that passes need."""
     return {"val": tensor.detach(), "role": role, "needs_grad": needs_grad, "pattern": None, "sections": {},
             "atoms": tuple(() for _ in tensor.shape), **others}  # fmt: skip
 
@@ -402,7 +402,10 @@ def random_values(sizes: Sequence[int], dtype: torch.dtype, seed: int, below: in
 
 
 def _strategy(node: fx.Node, text: str, num_shards: int) -> Strategy:
-    """Parse an operator's strategy on one axis, such as `R, S(0) -> S(1)`. Empty text means replicated."""
+    """Parse the strategy (input and output placements) of an operator on one axis: `R, S(0) -> S(1)`.
+
+    Empty text means that all inputs and outputs are replicated.
+    """
     options = strategies(node, num_shards, ANY_KIND)
     for option in options:
         if str(option) == text or not text:

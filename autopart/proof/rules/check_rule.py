@@ -33,7 +33,7 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     """Trace an operator call, with its tensors as parameters.
 
     Returns the analyzed trace and {name: parameter}. A tensor that is passed twice becomes one parameter. The entry
-    `val` of a node is its computed value, not a fake tensor.
+    `val` in `node.meta` is the computed value of the node, not a fake tensor.
     """
     graph = fx.Graph()
     weights: dict[str, nn.Parameter] = {}
@@ -81,7 +81,7 @@ def _output_nodes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 def _append_section_splits(graph: fx.Graph) -> None:
     """Append nodes that split each output dim into sections, as after a fused q/k/v projection.
 
-    With them, the analysis also offers shards that have an equal part of each section.
+    With these nodes, the analysis also offers placements in which each rank has a part of every section.
     """
     (outputs,) = graph.output_node().args
     with graph.inserting_before(graph.output_node()):
@@ -112,10 +112,10 @@ class Proof:
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
-        """Return sharding decisions: the strategies in `chosen`, and replication of all other operators.
+        """Return sharding decisions: the strategies in `chosen`, and replication for all other operators.
 
         Args:
-            chosen: {axis: {operator: its strategy}}.
+            chosen: {mesh axis: {operator: input and output placements}}.
         """
         whole = {node: strategies(node, 2, ANY_KIND)[0] for node in self.nodes}
         on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.chosen)}
@@ -124,7 +124,7 @@ class Proof:
     def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:
         """Run the call on all ranks with these strategies.
 
-        Return a text on wrong outputs and gradients, or "".
+        Return a text that lists wrong outputs and gradients, or "" if all are right.
         """
         outputs = list(self.trace.graph.output_node().args[0])
         try:

@@ -42,8 +42,8 @@ It returns the new arguments.
 class Possibility:
     """A valid sharding of an operator on two ranks: its input and output placements.
 
-    `inputs` has a set of valid placements for each input. For a replicated input, `R`, `R(grad P)` or both can be
-    valid.
+    `inputs` has, for each input, the set of its valid placements. A replicated input can have two: `R` (its gradient is
+    complete on each rank) and `R(grad P)` (its gradient is a partial sum on each rank).
     """
 
     inputs: tuple[frozenset[Placement], ...]
@@ -65,12 +65,12 @@ class Possibility:
 def candidates(node: fx.Node) -> Iterator[Possibility]:
     """Yield the valid shardings of an operator call on two ranks, except full replication.
 
-    Two kinds of combinations are tried: inputs that are sharded or replicated, and inputs that are partial sums or
-    replicated. Integer arguments of the call, such as the sizes of a view, are first left unchanged and then scaled to
-    the size of a shard.
+    Two kinds of combinations are tried: each input is sharded or replicated, or each input is a partial sum or
+    replicated. Each combination is first tried with the integer arguments of the call unchanged. If this fails, one of
+    them, such as a size of a view, is scaled to the size of a shard.
 
     Args:
-        node: the call. The entries `val` of its inputs must be real tensors, not fake ones.
+        node: the call. The entry `val` in `node.meta` of each input must be a real tensor, not a fake one.
     """
     values = [value(source) for source in tensor_inputs(node)]
     # Sparse tensors are never sharded.
@@ -109,9 +109,9 @@ def _shuffled(tensor: Tensor, seed: int) -> Tensor:
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-    """Yield combinations of input placements: first all of `S` and `R`, then all of `P` and `R`.
+    """Yield combinations of input placements: first those of `S` and `R`, then those of `P` and `R`.
 
-    An input is a partial sum only if it is floating point.
+    Only floating-point inputs can be partial sums (`P`).
     """
     shards = [[R, *(shard(d) for d, size in enumerate(v.shape) if size > 1)] for v in values]
     sums = [[R, P] if v.is_floating_point() else [R] for v in values]
@@ -120,7 +120,7 @@ def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
 
 
 class _Trial:
-    """Operator results on one set of unsharded inputs, with which runs on two ranks are compared."""
+    """Results of an operator on one set of unsharded inputs, to compare runs on two ranks with them."""
 
     def __init__(self, node: fx.Node, values: Sequence[Tensor], parts: Sequence[tuple[int, int]]):
         self.node, self.parts = node, parts
@@ -142,8 +142,11 @@ class _Trial:
     ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
         """Run the operator on two ranks with these input placements, and compare with the unsharded run.
 
-        Returns {output placements with right outputs: for each input, the placements with right gradients}. A
-        replicated input can have `R`, `R(grad P)` or both.
+        Returns {output placements that give the right outputs: for each input, the set of placements with right
+        gradients}. The set of a replicated input can contain `R`, `R(grad P)` or both.
+
+        Args:
+            edit: function that scales an integer argument of the call; None to leave the arguments unchanged.
         """
         cut = [(v.shape[p.dim]) for v, p in zip(self.values, inputs, strict=True) if p.is_shard]
         part = next((part for part in self.parts if all(size % part[1] == 0 for size in cut)), None)
@@ -198,7 +201,7 @@ def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Seq
 
 
 def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -> list[Tensor]:
-    """Return the shards of an input on two ranks, as separate leaf tensors."""
+    """Return the two ranks' tensors of an input (shards, copies or partial sums), as leaf tensors."""
     if place == P:
         first = _random(tensor, -2.0, 2.0, seed)
         parts = [first, tensor.detach() - first]
@@ -226,7 +229,7 @@ def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Te
 def _output_placements(
     whole: Tensor, values: Sequence[Tensor], part: tuple[int, int], summed: bool
 ) -> Iterator[Placement]:
-    """Yield the placements to try for an output: `P`, and also `R` and `S` if no input is a partial sum."""
+    """Yield the placements to try for an output: `P`, and, if no input is a partial sum, also `R` and `S`."""
     if whole.is_floating_point():
         yield P
     if summed:
@@ -242,7 +245,7 @@ def _output_placements(
 
 
 def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: tuple[int, int]) -> bool:
-    """Return True if the values of two ranks, combined under this placement, give the full value."""
+    """Return True if the tensors of two ranks, combined under this placement, give the full value."""
     first, second = both
     tolerance = TOLERANCE.get(whole.dtype, 0.0)
     if place == P:
@@ -255,12 +258,12 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Return functions that each scale one argument of the call: an integer, or a list of integers."""
+    """Return, for each argument with integers, a function that scales it to the size of a shard."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 
 def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
-    """Yield the path of each integer above 1, and of each list of integers, in the arguments of a call."""
+    """Yield the path (keys, indices) of each integer above 1 and each list of integers in the arguments."""
     if isinstance(arguments, dict):
         for name, argument in arguments.items():
             yield from _integers(argument, (*path, name))

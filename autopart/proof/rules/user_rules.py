@@ -30,19 +30,21 @@ def rule(
 ) -> None:
     """Register a sharding rule for an operator in this process.
 
-    The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line such as
-    `"b s h, h o -> b s o"` names the dims (factors) of every tensor input and output. Dims with equal names have equal
-    indices. `...` means any number of dims, `(g r)` one dim that merges two factors, the outer one first. The rule
-    states that the operator can run on shards of any one factor, with its other arguments unchanged. Inputs without
-    the factor are replicated.
+    The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line names the dims
+    (factors) of every tensor input and output, such as `"b s h, h o -> b s o"`. Dims with equal names have equal
+    indices. `...` means any number of dims. `(g r)` means one dim that merges two factors, the outer factor first. The
+    rule states that the operator can run on shards of any one factor, with its other arguments unchanged. Inputs
+    without that factor are then replicated.
 
     Args:
         operator: name in the dispatcher, `"mylib::op"`, without an overload.
-        lines: one line, or several for calls with different numbers of tensors or dims. The first that fits is used.
-        sum: factors that are missing in an output, such as `"h"`. If one is sharded, the output is a partial sum, which
-            is reduced. All such factors must be named.
+        lines: one line, or several for calls with different numbers of tensors or dims. The first line that fits is
+            used.
+        sum: factors over which the operator sums, so that an output lacks them, such as `"h"`. If such a factor is
+            sharded, the output is a partial sum, which autopart reduces. All such factors must be named.
         whole: factors that must not be sharded.
-        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. The inputs of a set can be partial sums.
+        linear: sets of inputs in which the operator is jointly linear, such as `[[0], [1]]` for a product. All inputs
+            of one set can then be partial sums.
         flops: factors whose product, times 2, is the FLOPs of the operator. The planner then treats it like a matrix
             product and shards it over `tp`.
     Raises:
@@ -78,7 +80,7 @@ def rule(
 
 
 def _overloads(operator: str) -> list[Any]:
-    """Return the overloads of an operator; [] for an autograd.Function that has not been traced yet.
+    """Return the overloads of an operator; [] if it is an autograd.Function that has not been traced yet.
 
     Raises AttributeError if the operator does not exist.
     """
@@ -157,7 +159,7 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
 
 
 def _check_signature(operator: str, new_rule: Rule) -> None:
-    """Raise RuleError if a line does not match the operator's schema, or `linear` has a wrong index."""
+    """Raise RuleError if a line does not match the operator's schema, or `linear` has an invalid index."""
     for text in (new_rule.text, *new_rule.also):
         left, right = parse(text)
         tensors = f"{_count(len(left), 'input')} and {_count(len(right), 'output')}"
@@ -222,9 +224,10 @@ class RuleCheck:
 def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
     """Test the rule of an operator by running it on an example call, in this process.
 
-    Every sharding that the rule allows runs on two and on three ranks. Its outputs and gradients are compared with the
-    operator on unsharded inputs. Then every possible sharding runs on two ranks. Those that are right although the rule
-    does not allow them are listed. For an operator without a rule, this list shows what a rule could allow.
+    The operator runs on two and on three ranks under every sharding that the rule allows. Outputs and gradients are
+    compared with the operator on unsharded inputs. Then it runs on two ranks under every possible sharding. The result
+    lists the shardings that are right although the rule does not allow them. For an operator without a rule, this list
+    shows what a rule could allow.
 
     Args:
         operator: name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.

@@ -1,8 +1,8 @@
 """Reduced copy of a model for verification in float64: fewer repeated blocks, then smaller sizes.
 
-Blocks of equal class and shapes have equal programs, so verifying one of them verifies all. Of each run of equal
-blocks, the copy has two, so that it also has the boundary between two blocks. If blocks alternate (ABABAB), it has two
-periods (ABAB). Smaller sizes come from the config with which the model is made (`smaller_config.py`).
+Blocks of equal class and shapes have equal programs, so verifying one of them verifies all. The copy has two blocks of
+each run of equal blocks, so that it also has a boundary between two blocks. If blocks alternate (ABABAB), the copy has
+two periods (ABAB). `smaller_config.py` chooses smaller sizes, from the config with which the model is made.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ScaledCopy:
         )  # fmt: skip
 
     def recompute(self, recompute: Recompute, traced: Trace) -> Recompute:
-        """Convert the option `recompute=`: each block of the copy gets the mode of its original."""
+        """Convert the option `recompute=`: each block of the copy gets the mode of its original block."""
         if isinstance(recompute, str):
             return recompute
         numbers = {
@@ -152,12 +152,12 @@ ONE_PASS = VerifyLoad()
 def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> ScaledCopy:
     """Return a copy of `model` with few repeated blocks, but with every kind of block.
 
-    Weights of dropped blocks are not copied, and weights on the meta device become random. If the model does not run on
-    `arguments` without some blocks of a module list, the copy has all blocks of the list.
+    Weights of dropped blocks are not copied, and weights on the meta device become random. If the model does not run
+    without some blocks of a module list, the copy has all blocks of that list.
 
-    If the verification of the copy needs more than `SHARE_COPY` of the free memory, the copy also gets smaller sizes.
-    This works for models that are made from a transformers config. Raises InputError if the smallest copy does not fit
-    into memory.
+    If the verification of the copy needs more than `SHARE_COPY` of the free memory, the copy also gets smaller sizes,
+    provided that the model is made from a transformers config. Raises InputError if the smallest copy does not fit into
+    memory.
     """
     free = available_bytes(device_of(model))
     fair = min(SHARE_COPY * free, MOST_FOR_COPY)
@@ -195,7 +195,7 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
 
 
 def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]]:
-    """Yield the outermost module lists with blocks of different kinds, as (path, kind of each block)."""
+    """Yield (path, kind of each block) for the outermost module lists with blocks of different kinds."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
         kinds = [_kind(block) for block in child] if isinstance(child, nn.ModuleList) else []
@@ -219,7 +219,7 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
 def _with_fewer_blocks(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
 ) -> tuple[ScaledCopy | None, Estimate]:
-    """Return a copy with fewer blocks, and its estimate.
+    """Return (copy with fewer blocks, estimated memory and time of its verification).
 
     The copy is None if it needs more than `free` bytes. Large copies keep their weights on the meta device.
     """
@@ -251,9 +251,9 @@ def _with_fewer_blocks(
 def _with_smaller_sizes(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """Return the largest copy with fewer blocks and smaller sizes that needs at most `fair` bytes.
+    """Return (copy with fewer blocks and smaller sizes, estimate of its verification).
 
-    Returns None if there is no such copy.
+    The copy is the largest that needs at most `fair` bytes. Returns None if there is none.
     """
     config = getattr(model, "config", None)
     if work.has_loss_fn or config is None or not is_scalable(config):
@@ -275,7 +275,9 @@ def _with_smaller_sizes(
 def _smaller_copy(
     model: nn.Module, few: nn.Module, divisors: Divisors, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """Return a copy with the sizes divided by `divisors`; None if it needs more than `fair` bytes.
+    """Return (copy with the sizes divided by `divisors`, estimate of its verification).
+
+    Returns None if the verification needs more than `fair` bytes.
 
     Args:
         few: copy of the model with fewer blocks, on the meta device.
@@ -329,7 +331,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def with_fewest_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """Return a copy of `model` with few repeated blocks of every kind, and a mapping of block indices.
+    """Return (copy of `model` with few repeated blocks of every kind, mapping of block indices).
 
     The mapping is {path of a module list: for each block of the model, the index of an equal block in the copy}.
     Weights stay on their device.
@@ -366,9 +368,11 @@ def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
 
 
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
-    """Return True if a verification surely fits into memory: a rough estimate is below 2 % of free memory.
+    """Return True if a rough estimate of a verification's memory is below 2 % of free memory.
 
-    The rough estimate of activations is 48 bytes for each pair (element of the inputs, row of a weight).
+    The exact estimate, which needs a trace, is then not necessary.
+
+    The rough estimate counts 48 bytes of activations for each pair (element of the inputs, row of a weight).
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))
@@ -421,7 +425,7 @@ def blocks_to_keep(kinds: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _repeated(model: nn.Module, path: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the outermost module lists with blocks to drop, as (path, indices of the blocks to keep)."""
+    """Yield (path, indices of the blocks to keep) for the outermost module lists with blocks to drop."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
         kept = (
@@ -472,7 +476,7 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
 
 
 def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tuple[int, ...]]) -> None:
-    """Adapt the layer counts, and lists with one entry per layer, in configs and modules of a copy."""
+    """Adapt a copy's configs and modules to fewer layers: layer counts, and lists with an entry per layer."""
     holders = {id(m): vars(m) for m in model.modules()}
     holders |= {id(c): vars(c) for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     for settings in holders.values():

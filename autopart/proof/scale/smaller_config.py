@@ -1,7 +1,7 @@
 """Smaller sizes for a transformers config, chosen so that the same sharding rules apply.
 
-Every size keeps its remainder modulo the number of ranks, so that a dim is evenly divisible if and only if the original
-was. The ratio of heads to key and value heads stays equal, and so does the ratio of widths to heads.
+Every size keeps its remainder modulo the number of ranks. A smaller dim is thus evenly divisible if and only if the
+original dim is. The ratio of query heads to key and value heads does not change, nor does the ratio of widths to heads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Changes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Divisors:
-    """Divisors of three groups of sizes: vocabulary, widths and number of experts, and sequence length."""
+    """Divisors of three groups of sizes: vocabulary; widths and number of experts; sequence length."""
 
     vocabulary: int = 1
     width: int = 1
@@ -52,7 +52,10 @@ LADDER = (
 
 
 def is_scalable(config: Any) -> bool:
-    """Return True if a config has the sizes that this file lists, and contains no config of another model."""
+    """Return True if a config can be made smaller.
+
+    It must have the sizes that this module lists, and contain no config of another model.
+    """
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return False
     return _first(config, WIDTHS) is not None and _first(config, HEADS) is not None
@@ -89,7 +92,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, smaller size) of the sizes of attention: number of heads, width of a head, total width."""
+    """Yield (name, smaller size) for the sizes of attention: number of heads, head width, total width."""
     (width_name, width), (heads_name, heads) = _first(config, WIDTHS), _first(config, HEADS)  # type: ignore[misc]
     kv_name, kv_heads = _first(config, KEY_HEADS) or ("", heads)
     fewer = max(

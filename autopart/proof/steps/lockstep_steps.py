@@ -51,9 +51,10 @@ from autopart.tracing.with_loss import call
 
 @dataclass
 class _Outcome:
-    """Results of the backward of one step on all ranks: each field is {rank: value}.
+    """Results of one step on all ranks, before the optimizer step. Each field is {rank: value}.
 
-    `skips`: True if the rank skips the step because of an infinite gradient.
+    `norms`: gradient norm. `scales`: loss scale. `skips`: True if the rank skips the step, because a gradient is
+    infinite or NaN.
     """
 
     losses: dict[int, Tensor]
@@ -106,7 +107,7 @@ class _SingleDeviceTraining:
         return subject.flat_outputs(values)
 
     def names_of_full_tensors(self) -> set[str]:
-        """Return the names of parameters whose optimizer is not one of torch's elementwise optimizers."""
+        """Return the names of parameters whose optimizer is not elementwise, so that it needs full tensors."""
         optimizers = [o for o in parts_of(self.optimizer) if not is_elementwise_class(type(o))]
         updated = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
         return {name for name, parameter in self.parameters.items() if id(parameter) in updated}
@@ -149,7 +150,7 @@ class _LossScale:
 
 
 def any_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
-    """Return {rank: True} if any rank has an infinite gradient, else {rank: False}."""
+    """Return {rank: True} for all ranks if any rank has an infinite gradient, else {rank: False}."""
     return dict.fromkeys(infinite, any(infinite.values()))
 
 
@@ -188,7 +189,7 @@ class _AllRanks:
         return run_in_lockstep({r: update.shared_state() for r, update in self.updates.items()}, self.program.mesh)
 
     def load_state(self, states: Mapping[int, StateByName]) -> None:
-        """Load the result of `state`."""
+        """Load the optimizer state of all ranks, in the form that `state` returns."""
         loads = {rank: update.load_state(states[rank]) for rank, update in self.updates.items()}
         run_in_lockstep(loads, self.program.mesh)
 
@@ -250,7 +251,7 @@ def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _DelayedGradients:
-    """Gradients of the previous batch, which the schedule "1f1b_2bw" (PipeDream-2BW) passes to optimizers."""
+    """Gradients of the previous batch, which optimizers use under the asynchronous schedule "1f1b_2bw"."""
 
     def __init__(self) -> None:
         self.previous_grads: dict[int, Tensor | None] = {}
@@ -266,10 +267,11 @@ class _DelayedGradients:
 
 
 def train(reference: Reference, arrangement: Arrangement, training: Training, tolerance: float) -> list[StepReport]:
-    """Train the model on a single device and on all ranks, and compare each step. Stop at a difference.
+    """Train the model on a single device and on all ranks, and compare each step.
 
-    With an asynchronous schedule (PipeDream-2BW), all optimizers use the gradients of the previous batch. A batch with
-    new shapes is traced again under the same plan. Weights and buffers are restored at the end.
+    The run stops at the first step with a difference. With an asynchronous schedule (PipeDream-2BW), all optimizers use
+    the gradients of the previous batch. A batch with new shapes is traced again under the same plan. Weights and
+    buffers are restored at the end.
 
     Args:
         reference: the model on a single device, for the example call.
@@ -315,7 +317,7 @@ def _restore_state(reference: Reference) -> Iterator[None]:
 
 
 class _TracedBatches:
-    """Traces and programs of the batches, cached by shapes, options and value guards of the call."""
+    """Cache of traces and programs of the batches, by shapes, options and value guards of the call."""
 
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
         self.reference, self.arrangement, self.training = reference, arrangement, training
@@ -324,7 +326,7 @@ class _TracedBatches:
         self.cache.add(self._key(training.example), (reference.subject, self.first))
 
     def of(self, step: int) -> tuple[GraphUnderTest, Program]:
-        """Return the traced graph and the program of a step. The graph has the step's inputs and random seed."""
+        """Return (traced graph with the inputs and random seed of a step, program of the step)."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
         tensors = flatten_call(self.reference.in_double(arguments)).tensors
@@ -406,7 +408,7 @@ def _factor(norm: Tensor, training: Training) -> float:
 
 
 def _entry(state: Mapping[str, Any], parameter: Tensor, key: str) -> Tensor | None:
-    """Return an entry of a parameter's optimizer state; None if it does not have the parameter's shape."""
+    """Return an entry of a parameter's optimizer state; None unless it has the parameter's shape."""
     kept = state.get(key)
     return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 

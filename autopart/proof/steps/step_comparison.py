@@ -61,15 +61,15 @@ class StepMismatch:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on a training step: values of the single device, and the errors of all ranks.
+    """Report on a training step: values of the single device, and errors of the ranks relative to them.
 
     Args:
         norm: gradient norm before clipping.
         scale: loss scale.
         skipped: True if a gradient was infinite or NaN, so that the scaler skipped the step.
         errors: {name: largest error over the ranks}, with names such as `loss`, `norm` or `weight h.0.up.weight`.
-        rounding: parameters with gradient entries so small that they are rounding errors. These entries of weights and
-            optimizer state are not compared.
+        rounding: names of parameters with gradient entries that are only rounding errors. The same entries of weights
+            and optimizer state are not compared.
     """
 
     step: int
@@ -113,7 +113,7 @@ class StepComparison:
             self._note(kind, "", rank, relative(value, expected), f"{float(value):.10g}, not {float(expected):.10g}")
 
     def skips(self, actual: Mapping[int, bool], expected: bool) -> None:
-        """Check that each rank skips the step if and only if the single device does."""
+        """Check that each rank skips the step if and only if the single device skips it."""
         for rank, skipped in actual.items():
             if skipped != expected:
                 words = ("the step is skipped", "taken") if skipped else ("the step is taken", "skipped")
@@ -124,7 +124,8 @@ class StepComparison:
     ) -> None:
         """Exclude entries from later comparisons if their gradient is only a rounding error.
 
-        Adam divides a gradient by its size, so the sign of a rounding error decides the direction of a full update.
+        Adam divides a gradient by its magnitude. If the gradient is a rounding error, the sign of this error decides
+        the direction of a full update, so ranks and single device may differ.
         """
         add_rounding(self.rounding, expected, expected)
         limit = _limit(expected)
@@ -145,8 +146,8 @@ class StepComparison:
     ) -> None:  # fmt: skip
         """Exclude gradient entries whose large summands cancel, and which differ only by rounding.
 
-        The gradient of a gain before a batch norm is an example: the norm does not depend on the gain. These entries of
-        weights and optimizer state are excluded from later comparisons, as in `note_rounding`.
+        An example is the gradient of a gain before a batch norm: its summands cancel, because the norm removes the
+        gain. The same entries of weights and optimizer state are excluded from later comparisons too.
         """
         apart: dict[str, Tensor] = {}
         for rank, local in actual.items():
@@ -168,7 +169,7 @@ class StepComparison:
                 self.rounding[name] = cancelled | self.rounding.get(name, cancelled)
 
     def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor, scale: float) -> None:
-        """Compare the new value of a buffer on a rank that computes it. The error is relative to `scale`."""
+        """Compare the new value of a buffer on one rank with the single device, relative to `scale`."""
         error = relative(actual, expected, scale)
         self._note("buffer", name, rank, error, _worst_entry(actual, expected) if error > self.tolerance else "")
 
@@ -196,9 +197,10 @@ class StepComparison:
     def start_equal(
         self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
     ) -> None:
-        """Copy the entries that are excluded from comparison from the single device to the ranks.
+        """Make ranks and single device equal for the next step: copy the excluded entries to the ranks.
 
-        All values of the next step can then be compared with the full tolerance.
+        Excluded entries are not compared, because they may differ by rounding. Without the copy, this difference would
+        grow in the next step.
         """
         for rank, local in actual.items():
             for name, part in local.items():
@@ -227,7 +229,7 @@ class StepComparison:
         self._note(kind, name, rank, error, _worst_entry(part, whole) if error > self.tolerance else "")
 
     def _not_finite(self, kind: str, name: str, expected: Tensor) -> None:
-        """Record an error if the single device has NaN or infinity, even if the ranks have the same values."""
+        """Record an error for NaN or infinity on the single device, even if the ranks have equal values."""
         self._note(kind, name, None, float("inf"), f"not finite on one device: it {bad_entries(expected)}")
 
     def _note(self, kind: str, name: str, rank: int | None, error: float, detail: str) -> None:
@@ -250,7 +252,7 @@ class StepComparison:
 def add_rounding(
     rounding: dict[str, Tensor], actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> None:
-    """Mark the entries whose gradients in both runs are so small that they are rounding errors.
+    """Mark the gradient entries that are only rounding errors in both runs.
 
     Earlier marks stay. An entry whose gradient is exactly zero in both runs is not marked.
 

@@ -68,7 +68,7 @@ def read_training(
 ) -> Training | None:  # fmt: skip
     """Validate the training options of `verify`. Return None if all are None.
 
-    With a `loss_fn`, a batch can contain its `target`. Raises OptionError and InputError for invalid options.
+    With a `loss_fn`, a batch can contain an entry `target`. Raises OptionError or InputError for invalid options.
     """
     if steps is None and optimizer is None and max_norm is None and not scaler and batches is None:
         return None

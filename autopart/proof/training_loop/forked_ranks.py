@@ -1,4 +1,4 @@
-"""Forked processes that run a training function. It need not be picklable, because of the fork.
+"""Forked processes that run a training function. Because of the fork, it need not be picklable.
 
 Each child sends a report when it ends. If a child raises, exits or sends no report in time, all children are stopped,
 so that no process waits forever.

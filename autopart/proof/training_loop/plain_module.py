@@ -20,7 +20,7 @@ from autopart.errors import InputError, UsageError
 
 
 class PlainMethods:
-    """The methods that `ParallelModule` has and `nn.Module` has not, for a model in one process."""
+    """The methods that `ParallelModule` adds to `nn.Module`, for an unpartitioned model in one process."""
 
     data_rank, num_data_ranks, skipped_steps, loss_scale = 0, 1, 0, 1.0
 
@@ -115,7 +115,7 @@ def _loss_of(returned: Any) -> Tensor:
 
 
 class _LabelCounts(TorchFunctionMode):
-    """`TorchFunctionMode` that records, for each mean-reduced loss, the number of labels it averages over."""
+    """`TorchFunctionMode` that records, for each mean-reduced loss, over how many labels it averages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ class LoopEvent:
 
 @dataclass
 class RankResult:
-    """Differences between the run of one rank and the run of the plain model.
+    """Differences between the run of one rank and the run of the plain (unpartitioned) model.
 
     `events`: number of events of the rank.
     """
@@ -115,7 +115,7 @@ class Recorder:
         self.count += 1
 
     def line(self) -> str:
-        """Return, as text, the innermost line of the user's code that is running."""
+        """Return a text with the innermost line of the user's code that is running."""
         frames = []
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -124,7 +124,7 @@ class Recorder:
         return _line_of(frames, self.code)
 
     def line_of(self, error: BaseException) -> str:
-        """Return, as text, the innermost line of the user's code in the traceback of an exception."""
+        """Return a text with the innermost line of the user's code in the traceback of an exception."""
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -191,9 +191,9 @@ class EventComparison:
     """Comparison of a rank's events with the recorded events of the plain model, while the rank runs.
 
     Args:
-        load: function that loads weights into the partitioned model. The comparison copies weight entries from the
-            plain model if their gradients are only rounding errors, because Adam makes a full update from such
-            gradients.
+        load: function that loads weights into the partitioned model. If gradient entries are only rounding errors, Adam
+            still makes a full update from them. The comparison therefore copies these weight entries from the plain
+            model.
     """
 
     def __init__(
@@ -224,9 +224,9 @@ class EventComparison:
                 add_rounding(self.rounding, _dense(actual.values), _dense(wanted.values))
 
     def _without_rounding(self, actual: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace weight entries whose gradients are only rounding errors by those of the plain model.
+        """Replace weight entries whose gradients are only rounding errors by the plain model's entries.
 
-        They are replaced in the partitioned model too, so that later events are comparable.
+        The entries are also replaced in the partitioned model, so that later events are comparable.
         """
         equal = {
             name: torch.where(where, expected[name].to(actual[name]), actual[name])
@@ -260,7 +260,7 @@ def _dense(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _value_error(here: Any, there: Any, scale: float | None) -> tuple[float, str]:
-    """Return the error of a value on a rank, divided by `scale`, and a description of the worst entry."""
+    """Return (error of a value on a rank, divided by `scale`; description of the entry with that error)."""
     if here is None or there is None:
         value = there if here is None else here
         nothing = not isinstance(value, Tensor) or not bool(value.detach().any())

@@ -1,7 +1,8 @@
 """Proof of a training function of the user: it runs once with the plain model and once per rank.
 
 All runs are forked processes in float64 that start from one interpreter state and one random seed. The run of the plain
-model writes its events (losses, gradients, weights) to a folder. Each rank compares its own events with them.
+model writes its events (losses, gradients, weights) to a folder. Each rank compares its events with the events in the
+folder.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _in_double(values: Any) -> Any:
 
 
 def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return the arguments of `parallelize` for an example call, taken from a batch.
+    """Return `{"example_kwargs": ...}` or `{"example_args": ...}` for `parallelize`, from a batch.
 
     The entries of a dict that the model's forward accepts become keyword arguments. A tuple, list or tensor becomes the
     positional arguments.
@@ -165,7 +166,7 @@ class _LoopRun:
     def plain(self, rank: int) -> tuple[int, int, bool]:
         """Run the function with the plain model, and record its events.
 
-        Returns the number of events, the number of optimizer steps, and True if the function trains.
+        Returns (number of events, number of optimizer steps, True if the function trains the model).
         """
         before = {name: v.clone() for name, v in self.model.state_dict().items() if isinstance(v, Tensor)}
         self._call(with_plain_methods(self.model))
@@ -227,7 +228,7 @@ def _merge_ranks(
 ) -> LoopVerification:
     """Merge the reports of all ranks into one result.
 
-    If a rank raised an autopart error, raise the earliest one again, with a note that names its rank and line.
+    If ranks raised errors of autopart, raise the earliest error again, with a note that names its rank and line.
     """
     found = {rank: report.value for rank, report in reports.items() if report.failure is None}
     failed = {rank: report.failure for rank, report in reports.items() if report.failure is not None}
