@@ -3,7 +3,7 @@
     rank0/1/00-traced.txt          the graph of the first trace of rank 0 (`pid4711` without ranks)
     rank0/1/06-one_reshape.diff    the change of the sixth pass; the first line has the time
     rank0/1/49-lower/stage0.txt    the program of stage 0
-    rank0/1/passes.txt             every pass in order: its number, if it changed anything, milliseconds, name
+    rank0/1/passes.txt             every pass in order: its number, whether it changed anything, milliseconds, name
 
 The diffs, applied in order to `00-traced.txt`, give the graph after every pass. A pass over another graph than the
 traced one (`fuse_bias` on stage 0) has a diff of that graph.

@@ -84,7 +84,7 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 
 
 def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node]) -> None:
-    """Replace each result `i` of a call with several results by `parts[i]`. Erase the call.
+    """Erase a call that has several results, and replace result `i` by `parts[i]`.
 
     Unused results may be missing in `parts`.
     """

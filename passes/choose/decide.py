@@ -95,9 +95,9 @@ def _solve(
 
 @driven(notes=decision_notes)
 def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """Return `decisions` with new stage boundaries and microbatches, chosen for `problem`.
+    """Return a copy of `decisions` with the stages and microbatches of another problem.
 
-    The layouts stay: no layout problem is solved.
+    Only the stage boundaries and the batch sharding are chosen again. All other placements stay.
     """
     split = batch_strategies(problem.trace, problem.mesh, problem.schedule)
     return replace(
@@ -134,9 +134,10 @@ def stages_from_boundaries(
 
 
 def boundary_operators(problem: Problem) -> list[str]:
-    """Return, for each stage boundary, the keys of the operators directly before and after it.
+    """Return the keys of the operators directly before and after each stage boundary, as one list.
 
-    The keys are names in the full model, even if the trace contains only one of several equal blocks.
+    A key such as `layers.3.mlp/linear` names an operator of the full model, even if the trace contains only one of
+    several equal blocks.
     """
     folds = problem.trace.folds
     keys = (facts(node)["key"] for node in active_operators(problem.graph))

@@ -46,10 +46,10 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 
 
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
-    """Return a function that finds the regions of a stage graph and writes their numbers on the nodes.
+    """Return a function that finds the recomputed regions of a stage graph and numbers their nodes.
 
-    The number of a region is the fact `region`. The function also moves the nodes of each region next to each other, so
-    that a region can run as one call.
+    Each node of a region gets the number of the region as its fact `region`. The function also makes the nodes of a
+    region adjacent, so that the region can run as one call.
     """
     full_blocks, core_of = _recompute_groups(traced, recompute)
 
@@ -65,7 +65,7 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 def _recompute_groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
     """Return the operators to recompute as two dicts, one for the mode "full" and one for "selective".
 
-    - Full: {operator: its repeated block}. The block is "" if it is not recomputed.
+    - Full: {operator: its repeated block, or "" if this block is not recomputed}.
     - Selective: {operator of an attention core: key of the core}.
     """
     words = recompute_modes_of(recompute)
@@ -114,7 +114,7 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     have weights.
 
     Args:
-        checkpointed: as `Trace.checkpointed`.
+        checkpointed: paths of the modules that the model runs under `torch.utils.checkpoint`; None for a function.
     """
     block_of = blocks(traced)
     paths = [path for path in checkpointed if path is not None]

@@ -142,7 +142,11 @@ def _note_dispatched(graph: fx.Graph) -> None:
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
-    """Give nodes that have equal strategies one shared cache for the results of `strategies`."""
+    """Give nodes that have equal strategies one shared cache for the results of `strategies`.
+
+    Args:
+        reads: {call: number}; calls with equal numbers have equal strategies (`_reads`).
+    """
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function":

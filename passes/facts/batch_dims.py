@@ -86,7 +86,10 @@ def find_other_dims(graph: fx.Graph, batch: int) -> bool:
 
 
 def _with_other_dims(node: fx.Node, pattern: Pattern) -> list[fx.Node]:
-    """Return the inputs of a call whose batch dim is not the batch of the other inputs."""
+    """Return the inputs of a call whose assumed batch dim is aligned with a `DATA_DIM` of another input.
+
+    This other input has a batch dim that the returned input lacks, so the assumed batch dim cannot be the batch.
+    """
     kinds: list[tuple[fx.Node, dict[str, list[str]]]] = []
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         of_source: dict[str, list[str]] = {}

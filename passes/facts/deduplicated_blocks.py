@@ -13,9 +13,9 @@ from autopart.ir.graph import module_path, value
 from autopart.ir.trace import Trace
 
 _CHOOSE_ALONE = 2
-"""Number of blocks at the beginning, and at the end, of a model that may have separate layouts.
+"""Number of first, and of last, repeated blocks that must stay in the trace.
 
-`ShardingProblem.sharing_costs` compares a plan with separate layouts.
+`ShardingProblem.sharing_costs` compares the plan with one in which these blocks have separate layouts.
 """
 
 
@@ -89,9 +89,10 @@ def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
 
 
 def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
-    """Return True if three operators correspond to each other in three blocks that share layouts.
+    """Return True if three operators correspond to each other in three consecutive blocks.
 
-    The first and last blocks of a model may have other layouts. Their operators do not match.
+    Returns False if the second operator is in one of the first or last blocks of the model, because these blocks may
+    have other layouts.
     """
     places = [facts(node).get("place") for node in nodes]
     if all(place is None for place in places):

@@ -102,9 +102,9 @@ def _longest(
 ) -> _RepeatedRun | None:
     """Return the repeated block whose copies together cover the most operators.
 
-    Of equal ones, return the smallest block.
+    If several blocks cover equally many operators, returns the smallest block. Returns None if no block is repeated.
 
-    `start`, `stop`: range of operators to search. Returns None if no block is repeated in the range.
+    `start`, `stop`: range of operators to search.
     """
     candidates: list[tuple[int, int, int, int]] = []
     for period in range(1, (stop - start) // 2 + 1):

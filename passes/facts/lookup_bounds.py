@@ -37,9 +37,9 @@ def check_lookups(traced: Trace) -> tuple[SizeCondition, ...]:
 
 
 def _known(node: fx.Node, traced: Trace, inputs: dict[fx.Node, Tensor]) -> Any:
-    """Return the value of an input, buffer or constant on the CPU.
+    """Return the tensor of an input, buffer or constant, on the CPU.
 
-    Returns None if it has no values, or if the model writes it.
+    Returns None for a parameter, for a buffer that the model writes, and for a tensor that is sparse or on meta.
     """
     tensor = inputs.get(node)
     if node.op == "get_attr" and node.target not in (*traced.parameters, *traced.buffer_updates):

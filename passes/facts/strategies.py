@@ -439,7 +439,7 @@ def _can_be_uneven(
 
 
 def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Return the sections of a factor that later operators need, or that an earlier `cat` has joined."""
+    """Return the sections of a factor that later operators need, or that an earlier `cat` concatenated."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")

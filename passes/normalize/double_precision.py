@@ -25,7 +25,7 @@ _EXACT = {f"aten::{name}" for name in (
     "scatter", "index_select", "where", "masked_fill", "sum", "cumsum", "add", "sub", "rsub", "mul", "neg", "abs",
     "max", "min", "amax", "amin", "maximum", "minimum", "clamp", "one_hot", "sort", "topk", "histc", "lift_fresh_copy",
 )}  # fmt: skip
-"""Operators that do not round float32 numbers that were counts and indices before."""
+"""Operators whose float32 results are exact if their inputs are counts or indices."""
 
 
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
@@ -36,8 +36,8 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
     numbers) are created in their traced precision. They are cast to float64 if an operator combines them with an
     upcast value that was traced in the same precision.
 
-    Float32 numbers that are computed from indices and truths of activations, such as an accuracy, become float64 if an
-    operator rounds them: a partition can round them in another order.
+    Some float32 values, such as an accuracy, depend on activations only through indices and booleans. They become
+    float64 if an operator rounds them, because a partition can round in another order.
 
     Returns the lower precisions that were replaced. Float32 of weights and inputs is not included.
     """
@@ -66,9 +66,9 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
 
 
 def _rounded_counts(graph: fx.Graph, traced: Mapping[fx.Node, torch.dtype]) -> set[fx.Node]:
-    """Return the float32 values that depend on weights or inputs through indices and truths alone.
+    """Return the float32 values that depend on weights or inputs only through indices and booleans.
 
-    Returns no values if no operator rounds them.
+    The set is empty if no operator rounds such a value.
     """
     reached, upcast, counts = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
@@ -86,7 +86,7 @@ def _rounded_counts(graph: fx.Graph, traced: Mapping[fx.Node, torch.dtype]) -> s
 
 
 def _lift_counts(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
-    """Compute a call on float32 numbers, integers or truths in float64.
+    """Compute a call on float32 numbers, integers or booleans in float64.
 
     Returns the precisions that were replaced.
     """

@@ -38,7 +38,7 @@ class LocalCall:
         sizes: {axis: number of ranks}.
         emit: `emit(target, *args)` adds a node to the graph of the program.
         seed: returns the node of the microbatch's random seed.
-        balance: as in `Decisions`.
+        balance: planned load of the busiest expert-parallel rank, as a multiple of the mean load.
     """
 
     node: fx.Node
@@ -98,7 +98,7 @@ It returns None if the traced call gives the correct result on local operands.
 
 
 def local_value(node: fx.Node) -> Any:
-    """Return the local output of a node that a local form emitted, as a meta tensor, or None.
+    """Return the output, on one rank, of a node that a local form emitted, as a meta tensor.
 
     None if the shape is unknown. Plans and printed graphs show the shape and bytes of this tensor.
     """

@@ -34,7 +34,11 @@ class Rule:
         text: the sharding rule, as a line in the notation above.
         whole: factors that cannot be sharded.
         linear: sets of inputs. If all inputs of a set are partial sums, the output is a partial sum.
-        lookup, all_reduces, local, routes, context: as in `Pattern`.
+        lookup: a factor that can be sharded only with a special local operator (`embedding`, `cross_entropy_loss`).
+        all_reduces: number of all-reduces in this local operator.
+        local: function that writes the call for one rank, if the traced call would be wrong on shards.
+        routes: "out" if the operator dispatches tokens to experts, "back" if it combines the outputs of experts.
+        context: "ring" if the operator is attention that can run as ring attention.
         matmul: matrix products of the call, each as its factors (`"... k n"`). The FLOPs are twice the product of the
             factors' sizes.
         also: alternative lines, for calls with a mask or without optional weights. The first line that fits a call is

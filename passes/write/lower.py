@@ -314,9 +314,9 @@ class _Writer:
         return self._record(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return a layout in which the stage already has the value without gradient `node`, else `layout`.
+        """Return a layout equal to `layout` in which the stage already has `node`, else `layout` itself.
 
-        Layouts that differ only in the placement of the gradient are equal for such a value.
+        The value of `node` has no gradient. Layouts that differ only in the gradient's placement count as equal.
         """
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:

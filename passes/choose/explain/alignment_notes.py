@@ -63,6 +63,7 @@ def _misaligned_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[
     """Yield (dim, size, divisor, slowdown) for each dim of a weight matrix whose shards are not aligned.
 
     The size of an aligned dim is a multiple of `divisor`: 8 times the number of ranks that shard it.
+    `slowdown` is the penalty for the size of a shard (`matrix_alignment.unaligned`).
     """
     full = trace.parameters[name].shape if name in trace.parameters else ()
     for dim, size in enumerate(full if len(full) == 2 else ()):

@@ -42,7 +42,7 @@ _DIGITS = 6
 
 
 def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
-    """Return the solver's proof of a plan: objective, lower bound, gap, and the terms of the cost.
+    """Return the solver's proof of optimality: objective, lower bound, gap, and the terms of the cost.
 
     The solver solves one axis after another. The result is for the last axis, with the layouts on all other axes fixed.
     Repeated blocks share one layout. `sharing_costs` is the relative amount by which the objective would fall if the
@@ -187,7 +187,7 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """Return {axis: operators and weights of the mixtures of experts that the axis may shard}.
+        """Return {axis: {operator or weight of experts that the axis may shard: number of experts}}.
 
         The outermost axis comes first.
         """

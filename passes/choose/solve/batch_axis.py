@@ -37,7 +37,7 @@ from autopart.passes.choose.stages.stage_partition import can_run_tail, check_ba
 from autopart.passes.facts.strategies import can_compute_sharded, sharded_selections, strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
-"""Conversion operators that need no data of other microbatches."""
+"""Conversions between placements that need no data of other microbatches."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
@@ -97,7 +97,7 @@ def _choose(
 def _shards_selected_elements(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
     """Return True if a strategy shards a dim of elements that a boolean mask selects.
 
-    `selections`: names of the selecting operators that count.
+    `selections`: names of the selecting operators to consider. All other selections are ignored.
     """
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
@@ -195,7 +195,7 @@ class BatchSplit(NamedTuple):
     mixed: tuple[fx.Node, fx.Node] | None = None
 
     def on_axes(self, mesh: Mesh) -> dict[str, Mapping[fx.Node, Strategy]]:
-        """Return {axis: strategies}, for the data-parallel axes and `MICROBATCH_AXIS`."""
+        """Return {axis: {operator: its strategy}} for the data-parallel axes and `MICROBATCH_AXIS`."""
         return data_strategies(mesh, self.microbatches, self.strategies, self.copied, self.tail)
 
 
@@ -270,9 +270,8 @@ def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
 def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
     """Split a batch whose size differs from that of the plan.
 
-    The number of microbatches must divide the batch, and the schedule must be able to run it. Of these numbers, the
-    function takes the one nearest to the plan's. If `dp` does not divide the batch, every rank of `dp` computes all
-    samples.
+    The new number of microbatches divides the batch, can be run by the schedule, and is as near as possible to the
+    plan's number. If `dp` does not divide the batch, every rank of `dp` computes all samples.
     """
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages

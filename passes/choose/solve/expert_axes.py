@@ -1,9 +1,9 @@
 """Expert folding: axes that shard the sequence or features of other operators also shard experts.
 
 An expert axis (`ep`) shards the experts of every mixture of experts. An axis of another kind (`cp`, `tp`) shards the
-experts of a mixture only if a pin or a plan requests it: it either shards a weight of the mixture by expert, or
-dispatches tokens over the axis. All these axes together shard the experts like one flattened axis. This is Megatron's
-parallel folding (Liu et al. 2025, arXiv:2504.14960), chosen separately for each mixture.
+experts of a mixture only if a pin or a plan requests this: it shards a weight of the mixture by expert, or it
+dispatches the mixture's tokens over the axis. All these axes together shard the experts like one flattened axis. This
+is Megatron's parallel folding (Liu et al. 2025, arXiv:2504.14960), chosen separately for each mixture.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Inne
 
 
 def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
-    """Raise LayoutError if a mixture has fewer experts than the axes that shard them have ranks.
+    """Raise LayoutError if a mixture has too few experts for the ranks of the axes that shard them.
 
     Args:
-        asked: {axis: result of `mixtures_on_axis`}.
+        asked: {axis: {operator or weight of experts that the axis is requested to shard: number of experts}}.
     """
     for mixture in all_mixtures:
         axes = [axis for axis, stacks in asked.items() if mixture.product in stacks and mesh.size(axis) > 1]
@@ -203,6 +203,6 @@ def _ranks(mesh: Mesh, axes: Iterable[str]) -> int:
 
 
 def has_dispatched_tokens(text: str) -> bool:
-    """Return True if the text of an operator's pin has a placement of dispatched tokens, such as `E(0)`."""
+    """Return True if placements in text form, such as `E(0), R -> E(0)`, have dispatched tokens (`E`)."""
     sides = text.replace("->", ",").split(",")
     return any(Placement.parse(side).is_dispatched for side in sides if side.strip())

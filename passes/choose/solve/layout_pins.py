@@ -107,7 +107,7 @@ class AxisConstraints:
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the strategies of an operator that its pins and the results for earlier axes allow."""
+        """Return the options (strategies of an operator) that its pins and the axes solved earlier allow."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._adapt_to_inner_axes(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
@@ -117,10 +117,10 @@ class AxisConstraints:
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
     def _adapt_to_inner_axes(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
-        """Adapt a strategy to the earlier chosen strategies of inner axes, which shard the same factor.
+        """Adapt a strategy to the strategies of inner axes that already shard the same factor (dim).
 
-        If each shard on this axis is a union of shards on the inner axes, the strategy is unchanged. Otherwise the
-        result splits each shard of the inner axes. Returns None if neither is possible.
+        If each shard on this axis can be a union of shards on the inner axes, the strategy is returned unchanged.
+        Otherwise the result splits each shard of the inner axes further. Returns None if neither is possible.
         """
         if self._contains_inner_shards(node, option, taken):
             return option
@@ -266,7 +266,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return the mixtures of experts that an axis may shard, given the pins of parameters and operators."""
+    """Return {operator or weight: number of experts} of the mixtures that an axis may shard by these pins."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}

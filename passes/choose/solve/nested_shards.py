@@ -81,10 +81,10 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return, for each of two strategies that shard a factor, the number of sections of the sharded dim.
+    """Return the number of sections of a dim in each of two strategies that shard the dim.
 
     A dim with sections (fused q, k and v: 3) is sharded section by section. None if no operand has a sharded dim that
-    consists of this factor alone.
+    consists only of the factor that `option` shards.
     """
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, option.places, other.places, strict=True):

@@ -44,7 +44,7 @@ class Solution:
 class _EliminatedVariable:
     """An eliminated variable, with its costs at the time of elimination.
 
-    They determine its option after the remaining variables are solved.
+    After the remaining variables are solved, these costs determine the variable's option.
 
     Args:
         costs: cost of each option that was not dropped before.

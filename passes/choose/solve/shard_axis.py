@@ -90,12 +90,12 @@ class _Consumer:
 
 @dataclass
 class _SharedValue:
-    """One output of corresponding operators in repeated blocks, which have the same consumers.
+    """An output of corresponding operators in repeated blocks, and the choices that consume it.
 
     Args:
-        node: the output of one of these operators, as its consumer uses it.
+        node: the output of one of these operators: the operator's node, or its `getitem` node.
         producer: the choice that the operators share.
-        index: index of the output.
+        index: index of the output among the operator's outputs.
         uses: {id of a consumer's choice: the consumer}.
         members: the operators.
     """
@@ -192,7 +192,7 @@ def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
     fixed: Mapping[fx.Node, Strategy], pinned: AxisConstraints = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """Return the cheapest strategies of all operators, if some strategies and all parameters are fixed.
+    """Return {operator: its cheapest strategy}, given fixed strategies and parameter placements.
 
     If all fixed strategies keep values replicated between matrix products, the other strategies do so too.
 

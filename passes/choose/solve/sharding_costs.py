@@ -260,7 +260,10 @@ class ShardingCosts:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
-        """Return the shares of all matrix FLOPs and of all weights that this operator leaves on one rank."""
+        """Return this operator's matrix FLOPs and weights on one rank, as shares of those of the model.
+
+        Returns (share of all matrix FLOPs, share of the bytes of all weights).
+        """
         # Unequal shards count as equal: a few per cent of work are not worth another collective.
         work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
         weights = 0.0

@@ -38,8 +38,8 @@ def partition(
     Args:
         folds: deduplicated blocks: the trace contains only one of several equal blocks. Boundary indices count the
             operators of all blocks.
-        send_cost: as in `balance`.
-        tail: as in `find_partition`.
+        send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
+        tail: operators that run on the last stage after all microbatches.
     """
     nodes = active_operators(graph)
     best = find_partition(nodes, num_stages, folds=folds, send_cost=send_cost, tail=tail)
@@ -66,7 +66,7 @@ def find_partition(
         begins: operator indices at which a stage must begin.
         inside: operator indices at which no stage may begin.
         folds: deduplicated blocks of the trace.
-        send_cost: as in `balance`.
+        send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
         tail: operators that run on the last stage after all microbatches. No other stage waits for them.
     """
     order, sent = full_model_indices(nodes, folds), boundary_bytes(nodes, tail)

@@ -43,8 +43,8 @@ def pinned_partition(
 
     Args:
         folds: deduplicated blocks of the trace, used if there are no stage pins.
-        send_cost: as in `balance`.
-        tail: as in `find_partition`.
+        send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
+        tail: operators that run on the last stage after all microbatches.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
     if not every:

@@ -60,9 +60,7 @@ class Storage:
         return next(((axis, place) for axis, place in places if place is not None), None)
 
     def over(self, others: Layout) -> tuple[str, ...]:
-        """Return the flattened axes over which a parameter can be stored sharded, most ranks first.
-
-        An example of the axes is `dp_cp`.
+        """Return the flattened axes, such as `dp_cp`, that can shard a stored parameter; most ranks first.
 
         Args:
             others: layout of the parameter on the other axes.

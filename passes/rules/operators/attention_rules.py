@@ -27,9 +27,9 @@ def ring(call: LocalCall) -> fx.Node | None:
 
 
 def update_cache(call: LocalCall) -> fx.Node:
-    """Emit a write to a cache, with the operator's key as the name of the cache.
+    """Emit a write to a key/value cache that has the operator's key (`layers.3.attn/...`) as its name.
 
-    The traced calls of equal layers are equal. Their keys differ, and a key is the same in the program for the prompt
-    and in the program for the next tokens.
+    The name separates the caches of equal layers. The program for the prompt and the program for the next tokens use
+    equal names, so both use one cache per layer.
     """
     return call.as_traced({2: facts(call.node)["key"]})

@@ -59,12 +59,10 @@ def embedding(call: LocalCall) -> fx.Node | None:
 
 
 def cross_entropy(call: LocalCall) -> fx.Node | None:
-    """Emit vocabulary-parallel cross entropy (Shoeybi et al.
-
-    2019). Return None if classes are not sharded.
+    """Emit vocabulary-parallel cross entropy (Megatron-LM, Shoeybi et al. 2019).
 
     It needs three all-reduces of one number per token (maximum, sum of exponentials, logit of the label) and never
-    gathers the logits.
+    gathers the logits. Returns None if classes are not sharded.
     """
     axis, emit = _axis_sharding(call, "c"), call.emit
     if not axis:
