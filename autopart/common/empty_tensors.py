@@ -7,16 +7,21 @@ from torch import Tensor, nn
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype on the meta device; a parameter keeps its attributes."""
+    """Return a tensor of the same shape and dtype on the meta device.
+
+    For an `nn.Parameter`, return an `nn.Parameter` with the same Python attributes.
+    """
     form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return _as(tensor, form)
 
 
 def emptied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a tensor of the same shape and dtype with empty storage: its values must not be read.
+    """Return a tensor of the same shape and dtype with empty storage. Its values must not be read.
+
+    For an `nn.Parameter`, return an `nn.Parameter` with the same Python attributes.
 
     Args:
-        device: device of the new tensor; None keeps the device.
+        device: device of the new tensor; None for the device of `tensor`.
     """
     form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
     form.untyped_storage().resize_(0)

@@ -21,8 +21,8 @@ _SWITCH = {"": False, "0": False, "1": True}
 class Flags(NamedTuple):
     """Values of autopart's environment variables.
 
-    `dump`: folder in which passes write their graphs, or "". `check`: True to check the graph after every pass,
-    and to compare programs that are derived for new sizes with traced ones.
+    `dump`: folder in which passes write their graphs, or "". `check`: True to check the graph after every pass, and to
+    compare every program that is derived for new input sizes with a traced program.
     """
 
     dump: str

@@ -16,7 +16,10 @@ _WEIGHTS = ("model.safetensors", "model-*.safetensors", "adapter_model.safetenso
 
 @dataclass(frozen=True)
 class Pretrained(os.PathLike):
-    """Folder for `weights=` whose missing parameters are initialised, as `from_pretrained` does."""
+    """Checkpoint folder for `weights=`.
+
+    Parameters that its files lack are initialised, as in `from_pretrained`.
+    """
 
     path: Path
 
@@ -25,20 +28,19 @@ class Pretrained(os.PathLike):
 
 
 def is_hub_name(name: str | Path) -> bool:
-    """Return True for a text such as `openai-community/gpt2` that is no path."""
+    """Return True if `name` is a text such as `openai-community/gpt2` and no such path exists."""
     text = str(name)
     is_file = text.endswith((".json", ".safetensors", ".bin", ".pt"))
     return isinstance(name, str) and not Path(name).exists() and not is_file and bool(_NAME.fullmatch(text))
 
 
 def pretrained_folder(name: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
-    """Return the folder of a pretrained model.
-
-    Files of a hub repository come from the local cache or the network.
+    """Return the local folder of a pretrained model. Download the model from the hub if it is not cached.
 
     Args:
-        name: a path, which is returned unchanged, or a hub name.
-        weights: True to get the weights too, in safetensors files.
+        name: a path, which is returned unchanged, or a name on the Hugging Face hub.
+        weights: True to get the weights (safetensors files) in addition to the configuration.
+        revision: branch, tag or commit of the hub repository.
     """
     if not is_hub_name(name):
         return Path(name)

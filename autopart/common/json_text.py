@@ -1,4 +1,7 @@
-"""Strict parsing of JSON files that a user names: each fault is one error of autopart, with the place."""
+"""Strict parsing of JSON files that a user names.
+
+Every fault raises an error class that the caller chooses.
+"""
 
 from __future__ import annotations
 
