@@ -34,10 +34,9 @@ def trace_inside(
 ) -> fx.GraphModule:
     """Trace a function into a separate graph while another trace is running.
 
-    `tensors`: the function's arguments, from the outer trace. Other tensors of the outer trace that the function uses
-    become attributes of the graph's module.
-
     Args:
+        tensors: the function's arguments, from the outer trace. Other tensors of the outer trace that the function
+            uses become attributes of the graph's module.
         decompositions: {operator: function whose operators are recorded in its place}.
     """
     popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
@@ -62,8 +61,7 @@ def quiet_shapes() -> AbstractContextManager[None]:
 def compiled_when_called() -> AbstractContextManager[None]:
     """Generate the Python code of graphs when they are first called, instead of at every change.
 
-    `torch.compile` builds its graphs in this way. `torch.export` generates code about thirty times per graph and never
-    calls it.
+    This saves time, because `torch.export` changes a graph about thirty times and never calls it.
     """
     return _use_lazy_graph_module(True)
 
@@ -79,7 +77,7 @@ def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
 
 
 class _Stack:
-    """Substitute for torch's `CapturedTraceback` during a trace."""
+    """Substitute for torch's `CapturedTraceback` that records no frames outside the function `outermost`."""
 
     def __init__(self, outermost: CodeType):
         self.outermost = outermost
@@ -88,7 +86,10 @@ class _Stack:
         return self
 
     def summary(self) -> StackSummary:
-        """Return the frames, outermost first. Source lines are read from files only when they are used."""
+        """Return the frames, outermost first.
+
+        Source lines are read from their files only when a frame is printed.
+        """
         frames = list[FrameSummary]()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -99,7 +100,10 @@ class _Stack:
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:
-    """Run `call` and return its result. Nodes that it adds to the trace get `meta[note] = True`."""
+    """Run `call` and return its result.
+
+    Set `meta[note] = True` on the nodes that the call adds to the trace.
+    """
     tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
     graph = tracer.fx_tracer.graph
     before = len(graph.nodes)
@@ -133,8 +137,8 @@ is_forward_mode: ContextVar[bool] = ContextVar("a forward-mode derivative of the
 def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replace torch's functions that implement `torch.func` by `to(name, original, args, kwargs)`.
 
-    `jacfwd` is replaced by `jacrev`, because fake tensors do not support forward-mode derivatives of a backward. So
-    `hessian`, which is `jacfwd` of `jacrev`, becomes `jacrev` of `jacrev`.
+    `jacfwd` is replaced by `jacrev`, because fake tensors do not support forward-mode derivatives of a backward.
+    `hessian`, which is `jacfwd` of `jacrev`, therefore becomes `jacrev` of `jacrev`.
     """
     places = [(functorch_apis, "vmap_impl")]
     places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
@@ -157,7 +161,7 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor inside `torch.vmap`, which has no storage."""
+    """Return True for a tensor inside `torch.vmap`. Such a tensor has no storage."""
     return torch._C._functorch.is_batchedtensor(tensor)
 
 
@@ -209,7 +213,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 @contextmanager
 def restored_transforms() -> Iterator[None]:
-    """Context manager that leaves the `torch.func` transforms (vmap, grad) in which an error was raised.
+    """Leave `torch.func` transforms (vmap, grad) that are active if the `with` block raises an error.
 
     Otherwise the user's next random number raises "called random operation while in randomness error mode".
     """

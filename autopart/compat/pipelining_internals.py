@@ -1,4 +1,4 @@
-"""Private APIs of torch.distributed.pipelining: schedules, stages, and 1F1B that the caller runs."""
+"""Private APIs of torch.distributed.pipelining: schedules, stages, and a 1F1B with separate actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCHEDULES = {
 def schedule_class(schedule: str) -> Any:
     """Return torch's class of a pipeline schedule.
 
-    This file imports `torch.distributed.pipelining` only inside functions. The import also imports torch.compile, which
+    The import of `torch.distributed.pipelining` is inside the function, because it also imports torch.compile. That
     takes as long as importing torch.
     """
     from torch.distributed import pipelining
@@ -33,9 +33,10 @@ def schedule_class(schedule: str) -> Any:
 
 
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
-    """Return {rank: ordered actions} of a schedule. torch's code computes it, without starting processes.
+    """Return {rank: its actions in order} of a schedule.
 
-    torch's step that adds sends and receives is skipped, because it takes minutes for large pipelines.
+    torch's code computes the actions, without starting processes. Its step that adds sends and receives is skipped,
+    because it takes minutes for large pipelines.
     """
     from torch.distributed import pipelining
 
@@ -56,10 +57,11 @@ def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches:
 
 @functools.cache
 def stage_class() -> Any:
-    """Return a subclass of torch's `PipelineStage` whose first handshake skips the rank itself.
+    """Return a subclass of torch's `PipelineStage` with two changes.
 
-    In torch 2.11 a rank with two neighbouring stages (zbv, dualpipev) would send to itself, which gloo rejects. The
-    class also calls `after_backward` when a microbatch's backward has computed the weight gradients.
+    A rank never sends to itself in the first handshake. In torch 2.11 a rank with two neighbouring stages (zbv,
+    dualpipev) would, and gloo rejects it. The class also calls `after_backward` when the weight gradients of a
+    microbatch are computed.
     """
     from torch.distributed import pipelining
 
@@ -87,9 +89,9 @@ def stage_class() -> Any:
 @functools.cache
 @functools.cache
 def one_forward_one_backward_class() -> Any:
-    """Return the class of a 1F1B schedule that also runs fewer microbatches than stages.
+    """Return a 1F1B schedule class that accepts fewer microbatches than stages.
 
-    The constructor of torch's class rejects them; its step runs them.
+    The constructor of torch's class rejects such a number, although its `step` could run it.
     """
     from torch.distributed import pipelining
     from torch.distributed.pipelining.schedules import _Action, _ComputationType
@@ -148,7 +150,7 @@ def batch_class() -> Any:
             return self._stage.get_bwd_send_ops(microbatch)
 
         def losses(self) -> list[torch.Tensor]:
-            """Return the losses of the microbatches; empty if this is not the last stage."""
+            """Return the losses of the microbatches on the last stage, and an empty list on other stages."""
             losses: list[torch.Tensor] = []
             self._update_losses(self._stage, losses)
             return losses
@@ -161,7 +163,7 @@ def split_backward_counts_twice() -> bool:
     """Return True if torch's split backward is wrong for a parameter that a stage uses twice.
 
     In torch 2.11 the gradient is counted twice if the second use depends on the first. Later versions are right. The
-    function tests an example instead of the version: z = (x + w) + w has gradient 2 with respect to w.
+    function runs an example instead of comparing versions: z = (x + w) + w, whose gradient with respect to w is 2.
     """
     from torch.distributed.pipelining import _backward
 

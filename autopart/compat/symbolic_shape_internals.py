@@ -28,7 +28,7 @@ def is_symbol(size: Any) -> bool:
 
 
 def expression(size: Any) -> Any:
-    """Return a size or scalar of a trace as a sympy expression. A Python number is returned unchanged."""
+    """Return a symbolic size or scalar of a trace as a sympy expression. Return a Python number unchanged."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     known = size.node.expr  # apply the replacements that torch has found since then
@@ -57,7 +57,11 @@ def symbolic_functions() -> dict[Any, str]:
 
 
 def evaluated(formula: Any, numbers: Iterable[tuple[Symbol, Any]]) -> Any:
-    """Return the value of a formula of torch's symbols, as a Python number, for these numbers."""
+    """Return the value of a symbolic formula as a Python number.
+
+    Args:
+        numbers: (symbol, number) for each symbol of the formula.
+    """
     if not isinstance(formula, sympy.Basic):
         return formula
     return sympy_interp(PythonReferenceAnalysis, dict(numbers), formula)
@@ -86,9 +90,9 @@ def many_elements(
     Args:
         answer_model: decides a condition in the model's code. Its arguments are the frame that evaluates the condition
             and a function that returns the condition as a tensor. It returns None if it cannot decide.
-        decide: returns the value of a formula that `answer_model` does not decide, or None. Its arguments are the
-            formula and the frame that evaluates it.
-        answer_both: as `answer_model`, for conditions that `decide` does not decide.
+        decide: called if `answer_model` returns None. Its arguments are the condition's formula and the frame that
+            evaluates it. It returns the formula's value, or None.
+        answer_both: called if `decide` returns None, with the arguments of `answer_model`.
     """
     ask: Any = ShapeEnv.evaluate_expr
 
@@ -145,12 +149,12 @@ _COMPARISONS: Mapping[Any, Callable[[torch.Tensor, float], torch.Tensor]] = {
     sympy.Le: torch.le,
 }  # fmt: skip
 MANY = 1_000_003
-"""Size that stands in for data-dependent sizes. No other size is a divisor or multiple of it."""
+"""Number that represents a data-dependent size. It is a prime so that no other size divides it."""
 _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 
 
 def _asking_frame() -> types.FrameType | None:
-    """Return the frame of the code that evaluates the condition, without torch's symbolic-shape frames."""
+    """Return the innermost frame outside torch's symbolic-shape code, which evaluates the condition."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
         frame = frame.f_back

@@ -12,7 +12,7 @@ local_values = torch._C.DisableTorchFunctionSubclass
 """Context manager in which a sharded tensor behaves as the plain tensor of this rank's values."""
 
 full_values = torch._C._EnableTorchFunction
-"""Context manager in which sharded tensors behave as full tensors: for user code that is called back."""
+"""Context manager in which sharded tensors behave as full tensors, for callbacks into user code."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -63,7 +63,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def generate_code(module: fx.GraphModule) -> None:
-    """Generate the code of a graph module now, if its class does so at the first call."""
+    """Generate the code of a graph module now, if its class would do so only at the first call."""
     if isinstance(module, LazyGraphModule):
         module.real_recompile()
 
@@ -74,7 +74,7 @@ def compiled_apart(function: Callable[..., Any], tag: str, dynamic: bool | None)
     Functions share an entry of inductor's on-disk cache only if their tags are equal.
 
     Args:
-        dynamic: as in `torch.compile`.
+        dynamic: the argument of this name of `torch.compile`.
     """
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
@@ -93,7 +93,10 @@ def is_operator(target: Any) -> bool:
 
 
 def targets_in(graph: fx.Graph) -> list[Any]:
-    """Return the distinct targets of all calls in a graph. Calls that a pass has erased can be included."""
+    """Return the distinct targets of all calls in a graph.
+
+    Targets of calls that a pass has erased can be included.
+    """
     return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
 
 
@@ -110,7 +113,7 @@ def is_higher_order(target: Any) -> bool:
 def keeping_draws() -> Any:
     """Keep random operators in a trace even if their results are unused, inside a `with` block.
 
-    They advance the model's random generator.
+    Without them, the traced model would advance its random generator less than the original model.
     """
     import torch._inductor.config as inductor_config  # imported late, because it imports all of torch.compile
 
@@ -170,7 +173,7 @@ class Tracing:
 
     @classmethod
     def current(cls) -> Tracing | None:
-        """Return the innermost trace that is running; None without one, or if it records no module paths."""
+        """Return the innermost running trace; None if no trace is running or it records no module paths."""
         made_by = proxy_tensor._CURRENT_MAKE_FX_TRACER
         tracer = made_by.fx_tracer if made_by is not None else None
         return cls(tracer) if isinstance(tracer, proxy_tensor._ModuleStackTracer) else None
@@ -229,7 +232,7 @@ class Tracing:
         False if `tensor` has a use before that position.
 
         Args:
-            before: {replacement: replaced node} of earlier calls. Adds this replacement.
+            before: {replacement: replaced node} of earlier calls. This call adds its entry.
         """
         old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
@@ -308,8 +311,8 @@ def decomposed_calls(form_of: Callable[..., Any]) -> AbstractContextManager[None
     """Record operators of a trace as other operators, inside a `with` block.
 
     Args:
-        form_of: function of (operator, args, kwargs). It returns a function with the operator's arguments, whose own
-            operators are recorded, or None to record the operator itself.
+        form_of: function of (operator, args, kwargs). It returns a function with the operator's arguments, whose
+            operators are recorded instead. It returns None to record the operator itself.
     """
     original = proxy_tensor.maybe_handle_decomp
 
@@ -342,7 +345,7 @@ class _Redirected:
 def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
     """Replace `F.apply(*args, **kwargs)` of every autograd.Function by `to(apply, F, args, kwargs)`.
 
-    The code object of `apply` is replaced. So an earlier reference such as `f = F.apply` is redirected too.
+    The code object of `apply` is replaced. This also redirects references that exist already, such as `f = F.apply`.
     """
     function = vars(torch.autograd.Function)["apply"].__func__
     code = function.__code__
@@ -365,9 +368,9 @@ def exporting() -> AbstractContextManager[None]:
 
 
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Make non-reentrant `torch.utils.checkpoint` a plain call of its function, inside `around(function)`.
+    """Make non-reentrant `torch.utils.checkpoint` a plain call of its function inside `around(function)`.
 
-    Nothing is recomputed, and the random state is neither saved nor restored.
+    `around` returns a context manager. Nothing is recomputed, and the random state is neither saved nor restored.
     """
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -390,7 +393,7 @@ def scatter_collective() -> Callable[..., Any]:
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return True if a process group uses gloo for this device.
 
-    On a GPU, gloo only all-reduces and broadcasts.
+    Callers need this because on a GPU, gloo supports only all-reduce and broadcast.
     """
     return group._get_backend(device).name() == "gloo"
 
@@ -432,14 +435,17 @@ def clone_of(store: dist.Store) -> dist.Store:
 def keep_for_ever(*things: Any) -> None:
     """Keep these objects until the process ends.
 
-    Used for process groups: destroying a group waits for its collectives.
+    Used for process groups, because destroying a group waits for its collectives.
     """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def register_node(kind: type, children: Callable[[Any], list[Any]]) -> None:
-    """Register a class as a pytree node. It is created again from its children, passed by position."""
+    """Register a class as a pytree node.
+
+    Unflattening passes the children to the class as positional arguments.
+    """
     pytree.register_pytree_node(
         kind, lambda node: (children(node), None), lambda values, _: kind(*values),
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
@@ -472,7 +478,7 @@ _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 
 
 WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a Tensor class whose operators return the results of its `__torch_dispatch__`."""
+"""Value of `__torch_function__` in a Tensor subclass whose `__torch_dispatch__` alone decides the results' classes."""
 
 
 def empty_wrapper(kind: Any, like: torch.Tensor) -> Any:
@@ -492,9 +498,9 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
     """Install two functions that run whenever torch gathers or loads a full state dict.
 
     Args:
-        put_together: gets each state dict that `StateDictOptions(full_state_dict=True)` gathers. torch then gathers the
-            result of `put_together` instead.
-        check_loaded: gets each local state dict that `broadcast_from_rank0=True` has filled.
+        put_together: converts a state dict before torch gathers it for `StateDictOptions(full_state_dict=True)`. torch
+            gathers the returned state dict.
+        check_loaded: checks each local state dict that `broadcast_from_rank0=True` has filled.
     """
     from torch.distributed.checkpoint import state_dict as state_dicts
 
@@ -531,7 +537,7 @@ def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Enable autograd in a `with` block, inside a custom operator, in which torch disables it."""
+    """Enable autograd in a `with` block, for code of a custom operator, for which torch disables autograd."""
     keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
     for key in keys:

@@ -55,8 +55,8 @@ class _Norms:
 def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
     """Replace `torch.nn.utils.clip_grad_norm_` by `clip(original, ...)`, and `get_total_norm` by `total`.
 
-    Both replacements run under `torch.no_grad()`. The code objects are replaced. So names that other code imported
-    earlier are redirected too.
+    Both replacements run under `torch.no_grad()`. The code objects of torch's functions are replaced. This also
+    redirects names that other modules have already imported.
     """
     if _Norms.own_clip is not None:
         return
@@ -70,11 +70,10 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 
 
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Replace the code object of `function` by that of `code`.
+    """Give `function` the code object of `code`, and return a function that runs the original code.
 
-    Return a function that runs the original code.
-
-    `names`: additional globals for the original code.
+    Args:
+        names: additional globals for the original code.
     """
     scope = {**function.__globals__, **names}
     original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
@@ -117,7 +116,7 @@ def before_wrappers(check: Callable[[Any, str], None]) -> None:
     """Call `check` before DDP, DataParallel, FSDP, `fully_shard` or `torch.compile` wraps a module.
 
     Args:
-        check: function of the module (or list of modules) and the wrapper's name; called before any communication.
+        check: function of the module (or list of modules) and the wrapper's name.
     """
     for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _check_first(kind, check)
