@@ -1,9 +1,11 @@
-"""Attention with dropout, as one operator whose mask each rank draws locally from a shared seed.
+"""Attention with dropout as one operator.
 
-On a GPU it is torch's own fused kernel. The CPU implementation saves for backward what that kernel saves: operands,
+Each rank draws the dropout mask locally, from a shared seed.
+
+On a GPU the operator calls torch's fused kernel. The CPU implementation saves the same tensors for backward: operands,
 output, and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). On the CPU that number is the largest
-score of the query. The CPU backward recomputes the attention weights, and draws the mask of the forward again from its
-seed. Forward and backward process one sample of the batch at a time.
+score of the query. The CPU backward recomputes the attention weights, and draws the dropout mask of the forward again
+from its seed. Forward and backward process one sample of the batch at a time.
 """
 
 from __future__ import annotations

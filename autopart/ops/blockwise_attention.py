@@ -117,9 +117,9 @@ class KeyBlockVisit:
 def _merge_blocks(parts: Iterable[ScoreBlock]) -> Iterator[ScoreBlock]:
     """Merge consecutive unmasked blocks that have equal queries or equal keys.
 
-    With a zigzag split, a rank has two chunks of queries, and gets two chunks of keys from another rank. Either both
-    query chunks attend only the first key chunk, or only the second query chunk attends, to both key chunks. Both cases
-    are one block after merging.
+    With a zigzag split, a rank has two chunks of queries, and gets two chunks of keys from another rank. A causal mask
+    leaves one of two cases: both query chunks attend the first key chunk, or the second query chunk attends both key
+    chunks. In either case the two blocks become one.
     """
     last: ScoreBlock | None = None
     for part in parts:
@@ -344,5 +344,8 @@ def _attend_backward(
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Replace a log-sum-exp of -inf by 0. It belongs to a query that attends no key, so its weights are 0."""
+    """Replace a log-sum-exp of -inf by 0.
+
+    Only a query that attends no key has a log-sum-exp of -inf. With 0, its attention weights are 0 instead of NaN.
+    """
     return logs.masked_fill(logs == float("-inf"), 0.0)

@@ -1,6 +1,6 @@
 """Connectionist temporal classification (Graves et al., 2006) as an operator with static sizes.
 
-Torch's operator saves a tensor that is as long as the longest target. That size is data-dependent, so the operator
+Torch's operator saves a tensor that is as long as the longest target. That size is data-dependent, so torch's operator
 cannot be traced.
 """
 

@@ -27,9 +27,9 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
     Args:
         x: rows, of shape [rows, inputs].
         weight: matrices of the local experts, of shape [local experts, inputs, outputs].
-        expert: integer expert of each row. A row of another rank's expert returns zeros, so the result is a partial sum
-            over the ranks that shard the experts.
-        first: number of the first local expert.
+        expert: index of the expert of each row. The product of a row is zero if its expert is on another rank, so the
+            result is a partial sum over the ranks that shard the experts.
+        first: index of the first local expert.
     Returns:
         The products, of shape [rows, outputs].
     """
@@ -48,8 +48,8 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
 def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) -> Tensor:
     """Return, for each local expert, the sum of the outer products of `x[i]` and `y[i]` over its rows i.
 
-    This is the weight gradient of `expert_linear`, which explains the arguments. Its shape is [local experts, inputs,
-    outputs].
+    The rows i of an expert are those with `expert[i]` equal to its index. The result is the weight gradient of
+    `expert_linear`, which explains the arguments. Its shape is [local experts, inputs, outputs].
     """
     rows, counts, _ = _by_expert(expert, first, num_experts)
     if _has_kernel(x, y):
@@ -93,10 +93,11 @@ def to_experts(
 
     Args:
         x: tokens; dim 0 is the token.
-        expert: integer experts of all rows: those of the first token, then those of the second, and so on.
+        expert: index of the expert of each row. It lists all experts of the first token, then all experts of the second
+            token, and so on.
         times: number of experts per token.
         num_experts: number of experts of the model.
-        first, count: number of the first local expert, and number of local experts, clamped to `num_experts`. Count -1:
+        first, count: index of the first local expert, and number of local experts, clamped to `num_experts`. Count -1:
             all experts.
         rows: expected number of local rows, used for meta tensors.
     Returns:

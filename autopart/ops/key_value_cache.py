@@ -1,8 +1,8 @@
 """Operator that writes new keys or values of attention to a cache, and returns the full cache.
 
-Text generation runs the model once per token. Keys and values of earlier tokens stay in a cache of fixed length on the
-rank that computed them: with its heads (`tp`), its samples (`dp`) and its layers (`pp`). The operator needs no
-collective, because the cache is sharded as the keys that are written to it.
+Text generation runs the model once per token. The cache has a fixed length and stores the keys and values of earlier
+tokens on the rank that computed them. Each rank therefore caches its own heads (`tp`), samples (`dp`) and layers
+(`pp`), and the operator needs no collective.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def update_cache(x: Tensor, positions: Tensor, name: str, length: int) -> Tensor
 
 
 def full_cache(x: Tensor, positions: Tensor, name: str, length: int) -> Tensor:
-    """Return an empty tensor of the shape of the result of `update_cache`."""
+    """Return the fake result of `update_cache`: an uninitialised tensor with the shape of the full cache."""
     return x.new_empty((*x.shape[:-2], length, x.shape[-1]))
 
 

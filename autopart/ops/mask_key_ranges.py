@@ -19,12 +19,12 @@ from autopart.ir.mask_structure import MaskWindow, QueryRun
 from autopart.ir.sharding import DimSharding
 
 _LARGEST = 2**24
-"""Maximum number of elements of a value that is computed as a tensor."""
+"""Maximum number of elements of a value that is computed as a tensor. A larger mask is tracked as key ranges only."""
 
 _MOST_RUNS, _WORTH_IT = 64, 0.9
-"""Maximum number of calls for one attention, and maximum fraction of all keys that they read.
+"""Limits for computing attention run by run: number of runs, and fraction of (query, key) pairs that they compute.
 
-With more, the calls are slower than one attention with a mask tensor.
+Above either limit, one attention call with a mask tensor is faster.
 """
 
 MaskStructure = MaskWindow | tuple[QueryRun, ...]
@@ -33,7 +33,10 @@ MaskStructure = MaskWindow | tuple[QueryRun, ...]
 _COMPARED: Mapping[str, tuple[str, str]] = {
     "le": ("", "right"), "lt": ("", "left"), "ge": ("left", ""), "gt": ("right", ""), "eq": ("left", "right"),
 }  # fmt: skip
-"""{comparison of a key with a query: the `searchsorted` sides at which the key range begins and ends}."""
+"""{comparison of a key with a query: `searchsorted` sides for the begin and the end of the attended key range}.
+
+"" as side: the range begins at the first key, or ends at the last key.
+"""
 _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 _AND = {"__and__", "bitwise_and", "logical_and"}
 
@@ -63,7 +66,10 @@ class KeyRanges(NamedTuple):
         return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[QueryRun]:
-        """Split the queries into `QueryRun`s: groups of consecutive queries. Returns [] if samples differ."""
+        """Split the queries into `QueryRun`s: groups of consecutive queries.
+
+        Returns [] if samples differ or some query attends no key.
+        """
         bounds = self.equal_for_samples()
         if bounds is None:
             return []
@@ -76,7 +82,10 @@ class KeyRanges(NamedTuple):
         return runs
 
     def band(self) -> MaskWindow | None:
-        """Return the sliding window with these key ranges; None if there is no such window or samples differ."""
+        """Return the sliding window that has these key ranges.
+
+        None if no window has them, if samples differ, or if some query attends no key.
+        """
         bounds = self.equal_for_samples()
         if bounds is None:
             return None
@@ -252,7 +261,7 @@ def _compared(name: str, one: Any, other: Any) -> KeyRanges | None:
 
 
 def _apply_to_ranges(name: str, args: Any, dims: int) -> KeyRanges | None:
-    """Return the key ranges of the mask that an operator computes from key ranges; None if there are none."""
+    """Return the key ranges of the result of an operator on key ranges; None if the result has none."""
     intervals = args[0] if isinstance(args[0], KeyRanges) else None
     if name in _AND:
         keys = next(part.keys for part in args if isinstance(part, KeyRanges))

@@ -50,7 +50,7 @@ def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
 
 
 def _distinct(mask: Tensor) -> Tensor:
-    """Return the mask as [samples, queries, keys], without the copies that broadcasting (stride 0) makes."""
+    """Return the mask as [samples, queries, keys], with one sample only if it is broadcast over samples."""
     for dim in range(mask.ndim - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -127,7 +127,10 @@ def window_attention(
 
 
 def runs_of(numbers: Sequence[int]) -> list[QueryRun]:
-    """Convert a flat list of numbers, the fields of several `QueryRun`s in turn, to these objects."""
+    """Convert a flat list of numbers to `QueryRun`s.
+
+    The list has all fields of the first run, then of the next.
+    """
     return [QueryRun(*fields) for fields in zip(*[iter(numbers)] * len(QueryRun._fields), strict=True)]
 
 

@@ -33,7 +33,7 @@ LARGEST_MASK = 2**24
 """Scores above which a mask that depends only on positions is not materialised to detect its structure."""
 
 ALL = 2**40
-"""In a `MaskWindow` that is independent of the sequence length: all keys before, or after, a query."""
+"""Value of a `MaskWindow` field that means all keys before (or after) a query, at every sequence length."""
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
@@ -163,7 +163,7 @@ def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
 
 
 def input_independent_masks(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
-    """Return the masks of a stage that no model input or buffer affects: they are equal in all calls.
+    """Return the masks of a stage that depend on no model input or buffer, and so are equal in all calls.
 
     Returns:
         The masks, the stage inputs that they are computed from, and a graph that computes these stage inputs from
@@ -209,9 +209,9 @@ def with_mask_structure(
 
 
 def as_traced(program: Program) -> Program:
-    """Rewrite a program in place for the mask structure that was found for the traced call.
+    """Rewrite a program in place for the mask structure of the traced call.
 
-    `passes/facts/mask_facts.py` finds the structure.
+    `passes/facts/mask_facts.py` has found that structure.
     """
     stages = []
     for stage in program.stages:
