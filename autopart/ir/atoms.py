@@ -43,10 +43,7 @@ def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
 
 
 def selections_in(atoms: Atoms) -> set[str]:
-    """Return the kinds of those atoms whose size depends on data.
-
-    There is one kind for each mask that selects elements.
-    """
+    """Return the kinds of the atoms whose size is data-dependent: one kind per mask of a boolean indexing."""
     return {atom.kind for atom in atoms if atom.kind.startswith(_COUNTED)}
 
 

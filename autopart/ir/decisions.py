@@ -1,4 +1,7 @@
-"""All choices of a plan for one graph, keyed by graph node and mesh axis. (A plan is keyed by names.)"""
+"""All choices of a plan for one graph, keyed by graph node and mesh axis.
+
+A plan has the same choices, keyed by the names of operators and parameters.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,8 @@ class Decisions:
             are missing although the mesh has them, every data-parallel rank computes all samples.
         stored: {parameter: its stored layout}. A parameter without an entry is replicated.
         stage_of: {operator: index of its pipeline stage}.
-        zero, prefetch: as in `Program`.
+        zero: ZeRO stage, 0 to 3.
+        prefetch: number of blocks whose parameters are gathered ahead of their use (ZeRO-3).
         scatter_sends: True to send values that are replicated on the feature axes to the next stage as shards
             (`autopart.ir.run.scatter_gather_sends`).
         dp_sync: method that synchronizes gradients or models over data-parallel ranks.
@@ -142,7 +146,7 @@ def data_strategies(
 
     Args:
         rows: {operator: its strategy on the data-parallel axes}.
-        copied: True if every data-parallel rank computes all samples. These axes then get no entry.
+        copied: True if every data-parallel rank computes all samples. The data-parallel axes then get no entry.
         tail: operators that run once for all microbatches.
     """
     axes = dict.fromkeys(() if copied else mesh.along("rows"), rows)
@@ -152,7 +156,7 @@ def data_strategies(
 
 
 def replicated(node: fx.Node) -> Strategy:
-    """Return the strategy of an operator that needs the full value of each input."""
+    """Return the strategy that replicates all inputs and outputs of an operator."""
     return Strategy((R,) * len(tensor_inputs(node)), (R,) * len(tuple_values(node)))
 
 

@@ -95,14 +95,14 @@ class Facts(TypedDict, total=False):
     needs_grad: bool  # a gradient flows through it
     whole_grads: bool  # its backward is not linear in the gradients, so partial gradients must be reduced first
     key: str  # its name in plans: `model.layers.3.mlp/mul#1`
-    group: str  # `key` with open block numbers
+    group: str  # `key` with `*` in place of block numbers
     pattern: Pattern | None  # its sharding rule fitted to its shapes; None if it has no rule
     moves: bool  # it moves elements and computes nothing
     atoms: Any  # the atoms of every dim (`atoms.Atom`); for several outputs a tuple of these
     sections: dict[int, set[Sections]]  # by dim, the sections that a later view or split needs
     offered: dict[int, set[Sections]]  # by dim, the sections that an earlier `cat` concatenated
     rows: set[int]  # of an input-independent tensor: the dims that are used as the batch
-    first_dim_is_data: bool  # of an input: its first dim has the batch's size, and is another dim
+    first_dim_is_data: bool  # of an input: its first dim has the size of the batch, but is not the batch
     zigzag: bool  # the sequence is sharded in zigzag, because of causal attention
     other_positions: frozenset[str]  # factors of its rule that are not a sequence, if the user names sequence dims
     for_buffers: bool  # it only computes new values of buffers

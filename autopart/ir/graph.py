@@ -45,7 +45,7 @@ def short_name(node: fx.Node) -> str:
 def display_name(node: fx.Node) -> str:
     """Return the operator's name for messages.
 
-    If a pass decomposed an operator of the model into this node, it is the name of the decomposed operator.
+    If a pass decomposed an operator of the model into this node, return the name of the original operator.
     """
     return facts(node).get("written_for") or short_name(node)
 

@@ -266,7 +266,7 @@ class Program:
     draws: Rng | None = None
     """Source of the random numbers in the prologues; None if the prologues draw no random numbers."""
     label_count: LabelCount | str | None = None
-    """The number of labels that divides the loss of a step; or, as text, why the loss is not a mean."""
+    """Input with the number of labels by which the loss is divided; or, as text, why the loss is not a mean."""
     row_inputs: frozenset[str] | None = None
     """Inputs with a batch dim, if `local_batch=True`: every rank passes its samples and gets its outputs.
 
@@ -275,10 +275,10 @@ class Program:
     weight_updates: WeightUpdates = field(default_factory=dict)
     """{parameter: change that its ranks apply to their shard before the stages run}."""
     zero: int = 0
-    """ZeRO stage: how long the unsharded parameter and gradient of a sharded parameter exist.
+    """ZeRO stage, which determines how long a sharded parameter and its gradient exist unsharded.
 
-    1: both for a step. 2: the parameter for a step and the gradient for a microbatch. Otherwise both only while they
-    are used.
+    With 1, both exist for a full step. With 2, the parameter exists for a step, and the gradient for a microbatch.
+    Otherwise, both exist only while they are used.
     """
     prefetch: int = 1
     """Number of blocks whose parameters are gathered ahead of their use (ZeRO-3)."""
@@ -289,7 +289,7 @@ class Program:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes that the graphs have as inputs, such as the sequence length. They are the last inputs of each prologue."""
     shared_graphs: object = None
-    """Programs with the same object have the same graphs, and differ in sizes. None: no other program has them."""
+    """Object that is shared by programs with equal graphs, which differ only in `sizes`. None: not shared."""
 
     @property
     def tail(self) -> Stage | None:

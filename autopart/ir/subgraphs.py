@@ -13,7 +13,7 @@ from autopart.ir.graph import draws_random_numbers
 def ancestors_of(values: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes `values` and all nodes on which they depend.
 
-    The function visits only these nodes, not the full graph. For attention masks, they are few.
+    The function visits only these nodes, so it is fast for attention masks, which depend on few nodes.
     """
     nodes, todo = set[fx.Node](), list(values)
     while todo:
@@ -47,7 +47,7 @@ def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.Gr
 
 
 def erase_unused(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Erase the nodes among `nodes` that have no users, until every node that is left has users."""
+    """Erase nodes without users, among `nodes` only. This includes nodes that lose their last user."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:
             graph.erase_node(node)

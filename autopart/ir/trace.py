@@ -63,7 +63,7 @@ class Trace:
         has_random_branches: True if random numbers or values decide which branches run.
         value_guards: values of inputs that Python read. The trace serves calls with equal values.
         attribute_updates: {attribute of a module: its new value} for numbers and flags that the forward changes.
-        size_conditions: operations on sizes by which the model's Python decided (`tracing/python/size_conditions.py`).
+        size_conditions: conditions on sizes that the model's Python evaluated (`tracing/python/size_conditions.py`).
         folds: deduplicated blocks, each of which represents several blocks of the model (`ir/blocks/`).
         whole: the trace before deduplication, with all blocks; None if no block was deduplicated.
     """

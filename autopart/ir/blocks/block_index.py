@@ -11,11 +11,11 @@ from autopart.ir.graph import on_parameters, parents
 
 
 def blocks(traced: fx.Graph) -> dict[str, str]:
-    """Return {operator key: path of the repeated block that contains the operator}, "" outside of blocks.
+    """Return {operator key: path of the repeated block that contains the operator}.
 
-    Operators that depend on no parameter are left out. A repeated block is a module whose path ends in a number
-    (`layers.3`). It shares at least half of its operators with a sibling such as `layers.4`. If blocks are nested, an
-    operator belongs to the outermost one.
+    The path is "" for operators outside of blocks. Operators that depend on no parameter are left out. A repeated block
+    is a module whose path ends in a number (`layers.3`). It shares at least half of its operators with a sibling such
+    as `layers.4`. If blocks are nested, an operator belongs to the outermost one.
 
     If there is no such module, for example because one layer is called many times, blocks are repeated sequences of
     operators (`passes/facts/find_blocks.py`).

@@ -33,7 +33,11 @@ class DeduplicatedBlock(NamedTuple):
     times: int
 
     def original(self, name: str) -> str:
-        """Return the name in the graph that represents a module, parameter or operator of the model."""
+        """Map a name of the model to the name that represents it in the deduplicated graph.
+
+        A name of a represented block, such as `layers.7.mlp`, becomes `layers.3.mlp` of this block. Other names do not
+        change.
+        """
         number, rest = self._placed(name)
         if number is None or not self.number < number < self.number + self.times:
             return name
@@ -70,14 +74,17 @@ DeduplicatedBlocks = tuple[DeduplicatedBlock, ...]
 
 
 def original(folds: DeduplicatedBlocks, name: str) -> str:
-    """Return the name in the graph that represents a module, parameter or operator of the model."""
+    """Map a name of the model to the name that represents it in the deduplicated graph."""
     for fold in folds:
         name = fold.original(name)
     return name
 
 
 def names_of(folds: DeduplicatedBlocks, name: str) -> list[str]:
-    """Return all names of the model that a name in the graph represents: one for each represented block."""
+    """Return all names of the model that a name in the deduplicated graph represents.
+
+    These are one name for each represented block, or only `name` if it is outside of deduplicated blocks.
+    """
     fold = next((fold for fold in folds if fold.holds(name)), None)
     return [name] if fold is None else [fold.later(name, i) for i in range(fold.times)]
 
@@ -92,7 +99,9 @@ def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
 def expand_blocks(
     folds: DeduplicatedBlocks, items: Sequence[T], name: Callable[[T], str], at: Callable[[T, int], T]
 ) -> Iterator[T]:
-    """Yield the items of a graph, with those of each deduplicated block repeated `times` times.
+    """Yield the items of a graph.
+
+    Repeat the items of a deduplicated block for each block that it represents.
 
     Args:
         items: objects with names in the graph, such as operators in graph order.

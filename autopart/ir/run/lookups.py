@@ -25,9 +25,9 @@ class Lookup:
     """One look-up of rows.
 
     Attributes:
-        table: name of the table, "" if it is no parameter or buffer.
+        table: name of the parameter or buffer that is the table; "" for any other table.
         num_rows: rows of the full table.
-        index: node of the row numbers.
+        index: node that computes the indices of the looked-up rows.
         where: the operator and its source line.
     """
 
@@ -78,16 +78,16 @@ class Lookup:
 
 
 def unviewed(node: fx.Node) -> fx.Node:
-    """Return the node whose elements a node views or copies."""
+    """Follow views and copies back to the node that computed the elements, and return that node."""
     while node.op == "call_function" and operator_name(node) in _SAME_ELEMENTS:
         node = node.args[0]
     return node
 
 
 def index_nodes(index: fx.Node) -> set[fx.Node] | None:
-    """Return the nodes that compute indices.
+    """Return the node `index` and all nodes that it depends on.
 
-    Returns None if they depend on random numbers, or on other operators than torch's.
+    Returns None if one of them draws random numbers or is not an operator of torch.
     """
     nodes = ancestors_of([index])
     for node in nodes:
@@ -99,10 +99,10 @@ def index_nodes(index: fx.Node) -> set[fx.Node] | None:
 
 
 def computed(index: fx.Node, nodes: Collection[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
-    """Compute an index on the CPU.
+    """Compute the value of the node `index` on the CPU.
 
     Args:
-        nodes: the nodes that compute it.
+        nodes: the nodes that compute it (`index_nodes`).
         values: values of the placeholders and `get_attr` nodes among them.
     """
     known, target = dict(values), torch.device("cpu")

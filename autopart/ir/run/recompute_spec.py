@@ -20,8 +20,9 @@ from autopart.errors import OptionError
 RecomputeMode = Literal["none", "selective", "full"]
 """Part of a block that the backward recomputes: nothing, the attention core, or the full block.
 
-An attention core is everything from one product of activations to the next. The nodes of a stage graph that are
-recomputed together share a number, their `region`, from 0 in every stage. All other nodes have no region.
+An attention core has the operators from one product of activations (queries and keys) to the next (attention weights
+and values). The nodes of a stage graph that are recomputed together share a number, their `region`. Regions are
+numbered from 0 in every stage. All other nodes have no region.
 """
 
 Recompute = RecomputeMode | Mapping[str, RecomputeMode]

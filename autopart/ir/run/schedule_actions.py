@@ -49,7 +49,10 @@ def actions(
 
 
 def _with_tail(order: Iterable[Action], num_stages: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of a rank. Add those of the tail (see `actions`) if the rank runs the last stage."""
+    """Yield the actions of a rank. Before the first backward of the last stage, insert the tail's actions.
+
+    The tail (see `actions`) runs one forward and one backward.
+    """
     has_run = False
     for action in order:
         if action.stage == num_stages - 1 and action.kind in "BI" and not has_run:
@@ -119,7 +122,7 @@ class StageBytes(NamedTuple):
     Attributes:
         held: activations that are saved from the forward to the end of the backward.
         delayed: gradients that are saved from the input backward to the weight backward.
-        forward, backward: peak during a forward or a backward, in addition to these activations.
+        forward, backward: peak during a forward or a backward, in addition to the saved activations and gradients.
         first_backward: like `backward`, for the first backward of a step, which also allocates weight gradients.
         gradients: gradients of the stage's weights.
     """

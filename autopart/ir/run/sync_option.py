@@ -71,7 +71,7 @@ class SyncMethod(Protocol):
         Args:
             of: sizes of the parameters that the method synchronizes.
             num_ranks: number of ranks, as an integer or as a sympy expression.
-            several: number of ranks, always as an integer.
+            several: number of ranks as an integer. It determines the number of neighbours on a gossip graph.
         """
 
     def passes(self, num_ranks: int) -> float:

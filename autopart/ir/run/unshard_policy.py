@@ -29,7 +29,10 @@ def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
 
 
 def storing_axes(program: Program) -> list[str]:
-    """Return the axes, mesh axes or flattened ones, over which ZeRO shards parameters of a program."""
+    """Return the axes over which ZeRO shards parameters of a program.
+
+    An axis can be a mesh axis or a flattened axis such as `dp_cp`.
+    """
     mesh = program.mesh
     axes = {mesh.stored_over(stored.layout) for stored in program.parameters.values()}
     return sorted(axis for axis in axes if axis is not None and mesh.size(axis) > 1)

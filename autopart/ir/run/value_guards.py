@@ -46,7 +46,7 @@ class BufferTensor(Metadata):
 
 @dataclass(frozen=True, eq=False)
 class ValueCall:
-    """Record of a torch call, by which its result can be computed again.
+    """Record of a torch call, with which its result can be computed again for other inputs.
 
     The tensors among the call's arguments are replaced by `ValueCall`, `InputTensor` and `Metadata` objects. If the
     call returns several tensors, `place` is the index of the recorded one. `place` is None if the result is a Python
@@ -108,7 +108,7 @@ class ValueGuards:
         return [guard.value for guard in self.guards]
 
     def hold(self, tensors: Sequence[Tensor], computed: dict[str, Any], buffers: Mapping[str, Tensor]) -> bool:
-        """Return True if a call with these tensors has the values of the traced call.
+        """Return True if a call with these tensors has the same guarded values as the traced call.
 
         Args:
             buffers: {name: current value} of the model's buffers.
