@@ -21,7 +21,7 @@ from autopart.tracing.python.recorded_reads import PLAIN, Same
 from autopart.tracing.with_loss import criterion_key
 
 MAX_CALLS = 32
-"""Maximum number of traced calls with other shapes or options; the least recently used is dropped first."""
+"""Maximum number of cached traces of a model, for calls with different shapes or options (LRU)."""
 
 MANY_CALLS = 8
 """Number of traced calls that triggers a warning."""

@@ -132,7 +132,7 @@ class ExportEntry(nn.Module):
 
 
 def tensor_names(names: Sequence[str]) -> list[str]:
-    """Return one Python identifier per input tensor: dots, as in `pair.0`, are replaced."""
+    """Return one Python identifier per input tensor. Dots, as in `pair.0`, become underscores."""
     plain: list[str] = []
     for name in names:
         new = name.replace(".", "_")

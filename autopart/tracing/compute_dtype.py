@@ -93,7 +93,7 @@ def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str,
 
 
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor. For a parameter without memory, return a tensor of the new dtype without memory."""
+    """Cast a tensor. If its storage was freed, return a tensor of the new dtype with empty storage."""
     if value.is_meta or value.untyped_storage().nbytes() or not value.numel():
         return value.to(dtype)
     form = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)

@@ -44,7 +44,7 @@ class _GradientRun:
     tensors: Mapping[str, Tensor]
 
     def reached(self, outputs: Sequence[Any]) -> set[str]:
-        """Return the names of parameters and inputs that these outputs depend on, by autograd's graph."""
+        """Return the names of parameters and inputs on which these outputs depend, by autograd's graph."""
         names = {self.leaves[id(o)] for o in outputs if isinstance(o, Tensor) and id(o) in self.leaves}
         todo = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
         seen = set(todo)

@@ -1,8 +1,8 @@
 """Copies of a model without parameter values, for traces after the parameters were sharded.
 
 While the user's own code refers to the model, the model itself is traced. When the user drops it, its memory is freed
-and the copy is traced instead. The copy has equal modules and buffers; its sharded parameters have a shape and a
-device but no memory. (Parameters on the meta device could not be mixed with the buffers in a trace.)
+and the copy is traced instead. The copy has equal modules and buffers. Its sharded parameters have a shape and a
+device, but empty storage. (Parameters on the meta device could not be mixed with the buffers in a trace.)
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class CannotCopy(Exception):
 def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
     """Deep-copy a model. `shared`: {id of an object of the model: its object in the copy}.
 
-    Objects that cannot be copied are shared with the model: TorchScript functions, locks, open files. A tensor that was
-    computed with a gradient is copied by value.
+    Objects that cannot be copied are shared with the model: TorchScript functions, locks, open files. Non-leaf tensors,
+    which `copy.deepcopy` rejects, are copied by value.
     """
     for thing in _reachable(model):
         if _is_tensor(thing) and thing.requires_grad and not thing.is_leaf:
@@ -130,7 +130,7 @@ def _can_be_copied(thing: Any, shared: Mapping[int, Any]) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return True if a tensor has values: it is not on meta, and not an empty parameter of a meta copy."""
+    """Return True if a tensor has values: it is not on meta, and not a parameter with empty storage."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return not tensor.is_meta
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
@@ -139,7 +139,9 @@ def has_memory(tensor: Tensor) -> bool:
 def meta_copy_of(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor] | None = None
 ) -> nn.Module:  # fmt: skip
-    """Return a copy of a model that shares its tensors, except the named parameters, which have no memory.
+    """Return a copy of a model that shares the model's tensors, except the parameters named in `cut`.
+
+    The storage of these parameters is empty in the copy.
 
     Args:
         instead: replacements for tensors of the model in the copy, by id.

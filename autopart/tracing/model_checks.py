@@ -63,7 +63,7 @@ def _lazy(model: nn.Module, path: str, why: str) -> TraceError:
 
 
 def check_model(model: Any) -> None:
-    """Raise TraceError for an object that is no nn.Module, or contains TorchScript or lazy modules."""
+    """Raise TraceError for an object that cannot be traced, such as a TorchScript or lazy module."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",

@@ -26,7 +26,7 @@ NOT_THE_USERS = (f"{_TORCH}/", f"{Path(np.__file__).parent}/", f"{_AUTOPART}/", 
 class LostInTrace(Exception):
     """Error for code in a forward whose effect would be missing from the trace.
 
-    The text has the source line.
+    `trace_error` adds the source line.
     """
 
     def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
@@ -35,7 +35,10 @@ class LostInTrace(Exception):
 
 
 class TraceAgain(Exception):
-    """Exception that ends a trace: the call is traced again, with what was learnt about the code."""
+    """Exception that ends a trace because of a finding about the model's code.
+
+    The call is traced again, and the new trace uses the finding.
+    """
 
 
 def is_entry(frame: FrameType) -> bool:
@@ -102,7 +105,8 @@ _OUT_OF_MEMORY = r"out of memory|[Cc]annot allocate memory|can't allocate memory
 def trace_error(model: nn.Module, error: Exception, origin: str = "", limit: str = "") -> TraceError:
     """Convert an exception of torch.export to the error that the user gets.
 
-    `origin`: text of the values from which the last data-dependent condition was computed.
+    `origin`: text of the values from which the last data-dependent condition was computed. `limit`: why both sides of a
+    data-dependent branch cannot be computed.
     """
     wrapped, model = model, users_model(model)
     name = type(model).__name__
@@ -199,7 +203,10 @@ def _where(frame: FrameType | None, line: int, model: nn.Module) -> str:
 
 
 def path_of_frame(frame: FrameType | None, model: nn.Module) -> str:
-    """Return the path of the innermost module whose forward a frame runs, also through other functions."""
+    """Return the path of the module whose forward runs a frame, directly or through other functions.
+
+    Returns "" if there is none, and for the model itself.
+    """
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):

@@ -67,8 +67,9 @@ def call_model(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 class WithLoss(nn.Module):
     """A model that returns no loss, followed by the user's `loss_fn(output, target)`.
 
-    A `loss_fn` that is a module keeps its own mode. Its buffers and frozen parameters are buffers of the trace, under
-    names that begin with `loss_name`. Raises TraceError if it has trained parameters that the model does not have.
+    A `loss_fn` that is a module keeps its own train/eval mode. Its buffers and frozen parameters are buffers of the
+    trace, under names that begin with `loss_name`. Raises TraceError if it has trained parameters that the model does
+    not have.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any):

@@ -58,8 +58,8 @@ class UserFunction:
 
     Args:
         arguments: the call's arguments, with `Tensor` in place of each tensor.
-        dtypes: the dtypes of the call's tensors. If `verify` runs the Function in float64, tensors that the Function
-            creates are float64 as well.
+        dtypes: the dtypes of the call's tensors. They show if `verify` runs the Function in float64. Tensors that the
+            Function creates are then float64 too.
         written: indices of the tensors that the Function writes to. The Function gets copies of these tensors.
     """
 
@@ -157,7 +157,7 @@ def made_for(node: fx.Node) -> Made | None:
 
 
 def name_function_nodes(graph: fx.Graph) -> None:
-    """Name each node that runs a Function after the Function's class."""
+    """Set the name of each node that runs an autograd.Function to the name of the Function's class."""
     for node in graph.nodes:
         if node.target in _BY_OPERATOR:
             facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
@@ -212,9 +212,9 @@ def apply_as_operator(
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
-    """Return the source code of a Function's traced forward and backward. All arguments must be tensors.
+    """Return the code of the graphs into which a Function's forward and backward are traced.
 
-    Raises LostInTrace if the Function cannot be one operator.
+    All arguments of the Function must be tensors. Raises LostInTrace if the Function cannot be one operator.
     """
     wanted = [t.requires_grad for t in tensors]
     try:
@@ -255,8 +255,9 @@ def _a(value: Any) -> str:
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
     """Return the custom operator for a Function and its arguments. The first call registers it.
 
-    Name and overload are made from names, values and traced operators, so they are equal in all processes, and for all
-    sizes with equal traces. A number is added only if another class in this process has the same name.
+    The operator's name and overload depend only on names, values and traced operators. They are therefore equal in all
+    processes, and for all sizes with equal traces. A number is added only if another class in this process has the same
+    name.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])

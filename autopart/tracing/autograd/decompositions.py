@@ -284,9 +284,9 @@ def _tensor(data: Any, **options: Any) -> Tensor:
 
 
 def _with_zero_gradient(result: Tensor, source: Tensor) -> Tensor:
-    """Return `result`, with a zero gradient to `source`, which a trace would leave out.
+    """Return `result` with a gradient of zero for `source`. A trace would leave this gradient out.
 
-    Optimizers treat a zero gradient and a missing one differently: only the first has weight decay.
+    The difference matters to optimizers: they apply weight decay to a zero gradient, but not to a missing one.
     """
     if not source.requires_grad:
         return result
@@ -307,7 +307,7 @@ def _matrix_power(input: Tensor, n: int, **options: Any) -> Tensor:
 
 
 def _tensor_split(input: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
-    """Split a tensor at positions that can be the values of a tensor."""
+    """Split a tensor at positions that are given as integers or as a tensor."""
     if isinstance(indices_or_sections, Tensor):
         indices_or_sections = indices_or_sections.tolist()
     return torch.tensor_split(input, indices_or_sections, dim)

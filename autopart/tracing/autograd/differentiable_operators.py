@@ -177,4 +177,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
 }
 """{operator: function that computes it with plain operators}"""
 BACKWARDS: dict[Any, Callable[..., Any]] = {aten.convolution_backward.default: _convolution_backward}
-"""Backward operators that return None for some gradients, which no rule describes."""
+"""{backward operator: function that computes it with plain operators}.
+
+These backward operators can return None for a gradient, which no sharding rule describes.
+"""

@@ -1,4 +1,4 @@
-"""Run a model's own Python on meta tensors, to find which outputs depend on which parameters.
+"""Run of a model's own Python on meta tensors, to find which outputs depend on which parameters.
 
 Autograd's graph of the run shows these dependencies. Parameters and inputs are on the meta device, but report the
 model's device. Small tensors that depend on no parameter or input are real, so that Python can read their values.

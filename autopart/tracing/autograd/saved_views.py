@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def saved_views() -> Iterator[None]:
-    """Add missing trace nodes inside a `with` block: for views of traced tensors that operators read."""
+    """Add missing trace nodes, inside a `with` block, for views of traced tensors that operators read."""
     kept: list[Any] = []  # the trace drops the node of a tensor that is not referenced
 
     def meet(run: Callable[[], Any], tracer: Any, function: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:

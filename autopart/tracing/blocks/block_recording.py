@@ -264,7 +264,7 @@ class Recording(_Comparing):
 
 
 class Replay(_Comparing):
-    """Run of a block on stand-in tensors, which compares each operator call with that of a recorded block."""
+    """Run of a block on stand-in tensors that compares its operator calls with a recorded block's."""
 
     def __init__(self, call: RecordedCall, stop: Any, template: Template):
         super().__init__(call, stop)

@@ -32,7 +32,8 @@ The third must equal the block that represents others.
 _BEHIND = 2
 """Number of blocks that stay after the block in which a pipeline stage begins.
 
-The first of them may be the first block of the stage that reads the values that all blocks share.
+The first of these blocks can differ from later ones, if it is the first in its stage to read values that all blocks
+share.
 """
 
 

@@ -119,7 +119,7 @@ def _conditions(code: CodeType) -> list[_Condition]:
 def _source(code: CodeType) -> tuple[Any, int]:
     """Return a function's syntax tree, and the number of lines before the function in its file.
 
-    Returns None if the source is not available.
+    Returns (None, 0) if the source is not available.
     """
     try:
         lines, first = inspect.getsourcelines(code)
@@ -147,7 +147,11 @@ def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -
 
 
 def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
-    """Return the statements that an `if` can skip; [] if it has an `else`, or can skip no statement."""
+    """Return the statements that an `if` can skip; [] if it has an `else`, or can skip no statement.
+
+    They are the body of the `if`. If the body begins with `continue` or `return`, they are the statements after the
+    `if`.
+    """
     if statement.orelse:
         return []
     leaves = statement.body[0]

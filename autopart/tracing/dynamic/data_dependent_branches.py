@@ -73,7 +73,7 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the truth value of a condition for which the code that it can skip runs.
+        """Return the outcome of a condition with which Python runs the code that the condition can skip.
 
         Returns None if that code does more than write to elements of tensors.
         """
@@ -204,9 +204,10 @@ def _conjuncts(mask: fx.Node) -> list[fx.Node]:
 
 
 def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask if a condition is `mask.any()`, or the mask or `_CountOf` if it is `count > 0`.
+    """Return the mask whose elements a condition tests; None for other conditions.
 
-    Returns None for other conditions.
+    For `mask.any()`, this is the mask. For `count > 0`, it is the mask whose true elements are counted, or a
+    `_CountOf`.
     """
     node, positive = _root(runs), True
     while operator_name(node) in ("aten::logical_not", "aten::bitwise_not"):

@@ -72,7 +72,10 @@ class Floats:
         self.modules: list[tuple[dict[str, Any], str]] = [(names, name) for names, name in modules if name not in names]
 
     def replace_for_sizes(self, frame: FrameType, name: str) -> None:
-        """Raise ReadsFloat if `float` or `int`, which a frame calls with a size, can be replaced."""
+        """Raise ReadsFloat if the call of `float` or `int` on a size, in this frame, can be replaced.
+
+        The model is then traced again with the replacement.
+        """
         if self.may_be_added(frame, name):
             self._of_sizes.add((frame.f_globals["__name__"], name))
             raise ReadsFloat

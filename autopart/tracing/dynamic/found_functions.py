@@ -1,4 +1,4 @@
-"""Functions of the user's code that a trace finds to compute on the host, with numpy or scipy.
+"""Detection of functions in the user's code that compute with numpy or scipy on activations.
 
 A trace has no values, so Python code cannot compute with an array of activations. If such code runs in a function that
 received the array, or is a library's function (`linear_sum_assignment(cost)`), the call is traced again, with this
@@ -24,7 +24,10 @@ _KEPT = nn.Module, Tensor
 
 
 class ReadsArray(TraceAgain):
-    """Exception: a function computes with an array. The model is traced again with it as a host function."""
+    """Exception: a function computes with an array of activations.
+
+    The model is traced again, with this function as a host function.
+    """
 
 
 class FoundFunctions:

@@ -5,8 +5,8 @@ Examples are the masks of SpecAugment, which numpy draws, and the matching of bo
 namespace `host_function`. Its results have no gradient. The trace needs their shapes: they come from `like`, or from
 runs of the function on the real inputs, with random numbers in place of activations.
 
-- A function of inputs alone, or of nothing, counts as a random operator. So each call runs it once, in the prologue,
-  on the global batch, in the order of the model. The first rank's results are sent to all ranks.
+- A function that reads only inputs, or no tensor, counts as a random operator. So each call of the model runs it once,
+  in the prologue, on the global batch, in the order of the model. The first rank's results are sent to all ranks.
 - A function of activations runs on gathered values, on every rank. It must not draw random numbers.
 """
 
@@ -57,7 +57,7 @@ exchange = ContextVar("runs a host function, and returns the first rank's result
 
 
 def _operators(*names: str) -> list[Callable[..., Any]]:
-    """Return operators of arrays, as host functions."""
+    """Return the operators of numpy arrays that have these names, as host functions."""
 
     def operator_of(name: str) -> Callable[..., Any]:
         return lambda *operands: host_function(getattr(np.ndarray, name))(*operands)
@@ -233,7 +233,7 @@ def _unless_of_activations(function: FunctionType, known: ConcreteConstants) -> 
 
 
 def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is a host function if it gets activations and passes no gradient on."""
+    """Wrap a function. A call on activations without gradients runs it as a host function."""
     marked = host_function(function)
 
     @functools.wraps(function)
@@ -323,10 +323,7 @@ class _HostCall:
         return forms[0]
 
     def _operand(self, tensor: Tensor, seed: int) -> Tensor:
-        """Return a tensor for a trial run of the function: an input's real values, or random ones.
-
-        Activations get random values.
-        """
+        """Return a tensor for a trial run: the real values of an input, or random values for an activation."""
         value = self.known.value_of(torch.clone, tensor) if self.known.is_recorded(tensor) else UNKNOWN
         with outside_of_tracing():
             if value is not UNKNOWN:

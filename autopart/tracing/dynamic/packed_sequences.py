@@ -34,7 +34,7 @@ class _Steps(NamedTuple):
 
 
 class PackedSequences:
-    """The packed sequences of one trace. They are found by the tensors of a `PackedSequence`."""
+    """The packed sequences of one trace, looked up by the tensors of a `PackedSequence`."""
 
     def __init__(self, known: ConcreteConstants) -> None:
         self.known = known

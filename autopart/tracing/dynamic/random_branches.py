@@ -69,7 +69,7 @@ class RandomBranches:
         """Conditions that were evaluated before the current one in an `and` or `or`."""
 
     def refuse_values(self, error: Exception) -> None:
-        """Compute no branch on values by both sides in the next traces, because of an error."""
+        """Stop computing both sides of branches on values in the next traces, because of an error."""
         self.refuses_values = True
         if self.is_full:
             self.limit = f"there are more than {_MOST} branches, as in a loop"

@@ -68,7 +68,10 @@ def largest(labels: Tensor) -> int:
 
 
 def with_numbers(func: Callable[..., Any], args: tuple, item: Callable[[Tensor], Any]) -> tuple:
-    """Return the arguments of a call, with `item(tensor)` for each size and slice bound."""
+    """Return the arguments of a call.
+
+    Tensors that are sizes or slice bounds are replaced by `item(tensor)`.
+    """
     name = getattr(func, "__name__", "")
     if name in _FACTORIES:
         return tuple(_numbers(argument, item) for argument in args)

@@ -109,7 +109,7 @@ def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Te
 
 
 def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again: Callable[[], Any]) -> None:
-    """Raise TraceError if a forward with filled caches does not compute the same as one that fills them.
+    """Raise TraceError if a forward computes something else when its caches are already filled.
 
     `again` traces the call again with filled caches. Both traces must have equal calls that depend on inputs or
     parameters.

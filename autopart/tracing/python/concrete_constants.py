@@ -80,7 +80,7 @@ class ConcreteConstants:
         self.inputs: list[Tensor] = []
         """Real tensors of the inputs."""
         self.lacks_values = False
-        """True if Python has read a value of an input on meta."""
+        """True if Python needed the value of an input that is on meta."""
         self.symbols: dict[Any, ValueCall] = {}
         """{torch's symbol of a number or size: the recorded call that computes it}."""
 
@@ -211,7 +211,9 @@ class ConcreteConstants:
         self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def write(self, call: Call, written: Sequence[Tensor]) -> None:
-        """Record an in-place write: the records of all tensors that share the memory give the new values.
+        """Record an in-place write.
+
+        The records of all tensors that share the memory then compute the new values.
 
         The tensors are forgotten instead if the written values are unknown, or if the memory is from outside of the
         trace.
@@ -292,7 +294,7 @@ class ConcreteConstants:
         return UNKNOWN
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
-        """Record these buffers, {name: buffer}: until a call writes a buffer, its value is known."""
+        """Record the buffers {name: buffer}. The value of a buffer is known until a call writes to it."""
         self._held = [
             (buffer, BufferTensor(tuple(buffer.shape), buffer.dtype, name)) for name, buffer in buffers.items()
         ]
@@ -328,7 +330,7 @@ def views_of(recorded: Any) -> list[Any]:
 
 
 def moved_view(view: Any, root: Any, new: Any) -> Any:
-    """Return the record of a view of another tensor: the same views as `view`, of `new` instead of `root`.
+    """Return the record of a view that applies the operators of `view` to `new` instead of `root`.
 
     Returns None if `view` is not the record of a view of `root`.
     """

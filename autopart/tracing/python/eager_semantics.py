@@ -499,7 +499,7 @@ def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -> None:
-    """Update the running mean and variance: move them by the fraction `share` towards those of this batch.
+    """Update the running mean and variance: move them by the fraction `share` towards this batch's values.
 
     The variance is the unbiased one.
     """

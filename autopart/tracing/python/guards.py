@@ -40,7 +40,7 @@ from autopart.tracing.with_loss import users_model, users_modules
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
 """Attributes that every module has, which are not guarded.
 
-The cache key of a call has the train/eval mode.
+`training` needs no guard, because the cache key of a call contains the train/eval mode.
 """
 
 _CODE = (*FUNCTIONS, classmethod, staticmethod)
@@ -66,9 +66,9 @@ class Guards:
         model: the traced module: the user's model, or a `WithLoss` around it.
         others: the loss function and other options, whose attributes are guarded too.
         inputs: identities of the numbers that are inputs of the program; they are not guarded.
-        device: device of the program, or None. Constant tensors on this device are not guarded, because the program
-            reads the user's tensor itself. From other devices it reads a copy. None: the program casts and copies every
-            tensor.
+        device: device of the program, or None. The program reads the user's constant tensors on this device directly,
+            so they are not guarded. Tensors on other devices are copied, so they are guarded. None: the program casts
+            and copies every tensor.
         updated: attributes of modules that every call changes. Other attributes that the code changes are not guarded.
     """
 
@@ -325,10 +325,7 @@ class _GuardedValues:
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: Sequence[Any]) -> bool:
-        """Return True if the values equal the guarded ones although they are new objects.
-
-        Store the new objects.
-        """
+        """Return True if the values are new objects that equal the guarded ones. Store the new objects."""
         if [_identity_key(value) for value in now] != self.keys:
             return False
         self.values = tuple(now)
@@ -402,7 +399,7 @@ class _Entries:
 
 
 def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
-    """Return the `NumberSlot` that can replace an entry of a mapping.
+    """Return the `NumberSlot` that reads and replaces an entry of a mapping.
 
     None if the entry cannot be replaced.
     """

@@ -17,7 +17,7 @@ from autopart.tracing.python.recorded_reads import PLAIN
 class LayerSetting(NamedTuple):
     """The value of one plain attribute of the layer at `path`.
 
-    `text` is the value's `repr`. Settings with different texts are different: 1, 1.0 and True.
+    `text` is the value's `repr`. It distinguishes 1, 1.0 and True, which are equal in Python.
     """
 
     path: str

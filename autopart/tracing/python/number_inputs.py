@@ -22,7 +22,7 @@ NUMBERS = "python_numbers"
 
 
 class NumberSlot(NamedTuple):
-    """A place from which the user's code reads a number: an attribute, global, closure variable or entry.
+    """Variable from which the user's code reads a number: attribute, global, closure variable or entry.
 
     Attributes:
         identity: the object that has the number, and the number's key in this object.

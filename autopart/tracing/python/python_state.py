@@ -151,7 +151,10 @@ class PythonState:
 
 @contextmanager
 def same_containers(model: nn.Module) -> Iterator[None]:
-    """Restore lists and dicts that are module attributes: torch.export replaces them by copies."""
+    """Restore lists and dicts that are module attributes, at the end of a `with` block.
+
+    torch.export replaces them by copies.
+    """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -179,7 +182,10 @@ def random_state() -> dict[str, Any]:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {name: value} of all attributes of an object, with copies of mutable containers."""
+    """Return {name: (value, copy)} of all attributes of an object.
+
+    `copy` is a shallow copy of a list, dict or set, and None for other values.
+    """
     return {
         name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
         for name, value in attributes.items() if name not in _TORCH_OWN

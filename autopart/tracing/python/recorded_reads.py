@@ -1,4 +1,4 @@
-"""Record which attributes and globals the user's code reads while a model is traced.
+"""Record of the attributes and globals that the user's code reads while a model is traced.
 
 A program holds the values that Python read as constants. `record_reads` watches the frames of the user's code and
 records the names that their bytecode reads, such as `args.beta`, `SETTINGS["beta"]` or a closure variable.
@@ -315,7 +315,7 @@ _CLASS_ATTRIBUTES = WeakKeyDictionary[type, Mapping[str, Any]]()
 
 
 def class_attributes(kind: type) -> Mapping[str, Any]:
-    """Return `vars(kind)`. One class always gets the same mapping object."""
+    """Return `vars(kind)`, as the same mapping object in every call, so that its id identifies the class."""
     return _CLASS_ATTRIBUTES.setdefault(kind, vars(kind))
 
 

@@ -26,9 +26,10 @@ Expression = Any
 class SizeCondition(NamedTuple):
     """One recorded operation on sizes, with its operands and result.
 
-    `name`: the name of a function of `operator`, or with its module, such as `math.ceil`. `right`: None for a function
-    of one argument. `is_checked_at_run_time`: a call with other sizes checks the condition before its ranks
-    communicate. So programs can be derived even if no formula of the sizes gives `left`.
+    `name`: the name of a function of Python's module `operator`; functions of other modules have the module in their
+    name, such as `math.ceil`. `right`: None for a function of one argument. `is_checked_at_run_time`: a call with other
+    sizes checks the condition before its ranks communicate. So programs can be derived even if no formula of the sizes
+    gives `left`.
 
     >>> SizeCondition("gt", 77, 64, True).holds
     True
@@ -200,7 +201,7 @@ def _traced(result: Any, name: str, operands: tuple[Any, ...]) -> Any:
 
 
 def _recorded(name: str, left: Any, right: Any) -> Any:
-    """Return the result of an operation. Record it, unless it is a float."""
+    """Return the result of an operation on sizes. Record the operation, unless its result is a float."""
     operands = (left,) if right is None else (left, right)
     if not _are_numbers(operands):
         return NotImplemented

@@ -97,7 +97,7 @@ def _operands(source: str) -> Mapping[Place, Operand | Literal[False]]:
 def passing_answer(
     func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None
 ) -> bool | Passing | None:  # fmt: skip
-    """Return the truth value of a condition for which its `assert` or `if ...: raise` passes.
+    """Return the truth value with which a condition's `assert` or `if ...: raise` passes.
 
     Returns None if the condition controls more than an error, or if the source cannot be read.
 
