@@ -67,7 +67,7 @@ def parallelize(
             `autopart.search` chooses the axes).  [default: that of `plan`, or the number of processes]
         example_args, example_kwargs: one call of the model. Its batch is the global batch; with `local_batch`, the
             samples of one data rank.
-        plan: a Plan, or the path of one; then nothing is chosen.
+        plan: a Plan, or the path of one, to use instead of choosing a plan.
         **options: `RunOptions`.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
     Raises a subclass of AutopartError (`autopart.errors`) that states what is wrong, why, where, and what to try.
@@ -150,8 +150,8 @@ def plan(
 
     Args:
         model, mesh, example_args, example_kwargs: as `parallelize`, with an example.
-        lengths: sequence lengths of the calls to come, such as range(16, 513). The plan, its time and its memory are
-            those of the longest; `plan.cost.at(s=...)` predicts the others.
+        lengths: sequence lengths of later calls, such as range(16, 513). The plan and its predicted time and memory
+            are for the longest; `plan.cost.at(s=...)` predicts other lengths.
         **options: `PlanOptions`.
     Raises the errors of `parallelize`.
 

@@ -11,7 +11,7 @@ from autopart.ir.run.report_terms import MEMORY_KINDS
 OPTIMIZER_VALUES = 2
 """Values per parameter that the optimizer stores, in the parameter's dtype.
 
-They are AdamW's two moments (Loshchilov & Hutter 2019). Plain SGD stores no values. An optimizer with master weights of
+AdamW stores two moments (Loshchilov & Hutter 2019). Plain SGD stores no values. An optimizer with master weights of
 higher precision stores more.
 """
 

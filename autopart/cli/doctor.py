@@ -101,7 +101,7 @@ class Diagnosis:
     Attributes:
         mode: "train" or "eval".
         refused: the error if the model cannot be traced; then no mesh was tried.
-        num_operators, matrix_flops: of the traced forward on the global batch.
+        num_operators, matrix_flops: number of operators and matrix FLOPs of the traced forward, on the global batch.
         ok: True if the model was traced and planned on every mesh.
     """
 
@@ -141,14 +141,14 @@ def doctor(
     model: nn.Module, mesh: Any = None, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
 ) -> Diagnosis:  # fmt: skip
-    """Report if a model can be traced, which operators each mesh shards or replicates, and why.
+    """Report whether a model can be traced, which operators each mesh shards or replicates, and why.
 
-    Nothing is run; `verify` runs the plan and proves that it is right.
+    The model is traced but not run. `verify` runs the plan and proves that it is right.
 
     Args:
-        model, example_args, example_kwargs: as `plan`.
-        mesh: axes and their sizes, as `plan`; by default `tp2`, `dp2` and `pp2` are tried, each alone.
-        loss_fn, target: for a model that returns no loss, as `verify`.
+        model, example_args, example_kwargs: as in `plan`.
+        mesh: axes and their sizes, as in `plan`. By default, the meshes `tp2`, `dp2` and `pp2` are tried one by one.
+        loss_fn, target: loss function and its target, for a model that returns no loss (as in `verify`).
     Raises InputError if the example does not fit the model. Errors of the model itself are printed on the page.
 
     Example:

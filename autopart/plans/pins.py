@@ -4,7 +4,7 @@
 pins = {
     "model.layers.*.mlp.down_proj.weight": {"tp": "S(1)"},  # a parameter: its stored placement
     "model.layers.*.self_attn.q_proj": {"tp": "R"},  # a module: its weights and operators are replicated
-    "model.layers.*.mlp.up_proj/linear": {"tp": "S(2)"},  # an operator: its output, or all of "R, S(0) -> S(2)"
+    "model.layers.*.mlp.up_proj/linear": {"tp": "S(2)"},  # an operator: its output, or all tensors: "R, S(0) -> S(2)"
     "stages": {
         "cut_before": ["model.layers.16"],  # a stage begins with this module (or operator)
         "together": [["model.norm", "lm_head"], ["model.layers.*"]],  # on one stage; no layer is split

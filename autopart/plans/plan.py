@@ -53,7 +53,7 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return regular expressions that match the names of all axes, parameter axes and operator axes."""
+    """Return three regular expressions that match axis names: of any use, of parameters, of operators."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)

@@ -13,9 +13,9 @@ TIMEOUT_S = 120.0
 """Default timeout: seconds that a rank waits for other ranks before it reports who waits for whom."""
 
 EXAMPLE = "the example's inputs"
-"""Name of the text on the example's shapes.
+"""Name of the compared text that lists the shapes of the example call.
 
-If ranks differ in it, only this difference is reported, because plans depend on it.
+If ranks differ in the shapes, only this difference is reported, because plans depend on the shapes.
 """
 
 DECIDING = (
@@ -39,7 +39,7 @@ def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
     The text of a plan has one line per entry, so that an error can show the lines that differ.
 
     Args:
-        options: a dataclass.
+        options: the options of the run, as a dataclass.
     """
     import torch  # imported late, because the command line imports this file for TIMEOUT_S
 

@@ -38,7 +38,10 @@ SMALL = 4
 """An output with less than 1 / `SMALL` of the bytes of its operator's inputs is saved, not recomputed."""
 
 FARTHER = 1.1
-"""Factor on the cost of saving a buffer, for each operator between the buffer and the backward."""
+"""Factor on the cost of saving a buffer, for each operator between the buffer and the backward.
+
+The minimum cut then prefers buffers near the backward, as in torch's partitioner.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +63,11 @@ The value is None for a buffer that is never recomputed.
 
 
 def with_compiled(walk: Liveness) -> Liveness:
-    """Return a stage's liveness analysis, extended by that of the stage's compiled graph (`compiled`).
+    """Return a stage's liveness analysis with the analysis of its compiled graph in the field `compiled`.
 
-    In the result, an operator's saved tensors (`keeps`, `others`) are all tensors that its compiled backward needs.
-    Tensors from which the backward recomputes values are included. Values that are not materialised have 0 bytes.
+    In the analysis of the compiled graph, an operator's saved tensors (`keeps`, `others`) are all tensors that its
+    compiled backward needs, including tensors from which the backward recomputes values. Values that are not
+    materialised have 0 bytes.
     """
     return replace(walk, compiled=_Compiled(walk).walk())
 
@@ -125,10 +129,10 @@ class _Compiled:
         return signs
 
     def _reused_values(self) -> dict[MemoryBuffer, bool]:
-        """Find values that are read by a fusible operator both before and after an unfusible operator runs.
+        """Find values that fusible operators read again after an unfusible operator has run.
 
-        Returns {buffer: False} for each such value, and {buffer: True} for the outputs of the operators that read it
-        again. The backward never recomputes these outputs.
+        Such a value is materialised. As in torch, the backward does not recompute the outputs of the operators that
+        read the value again. Returns {buffer of such a value: False, buffer of such an output: True}.
         """
         far: dict[MemoryBuffer, bool] = {}
         for memory, users in self.users.items():

@@ -44,8 +44,8 @@ class OperatorWork(NamedTuple):
         input_backward: backward kernels and collectives that compute gradients of activations.
         weight_backward: backward kernels and collectives that compute gradients of the stage's weights.
         recompute: forward kernels and collectives that run again before the backward.
-        accumulate: additions of gradients of weights to the gradients of earlier microbatches. They count at the
-            first operator that reads the weight.
+        accumulate: additions of gradients of weights to the gradients of earlier microbatches. The additions count
+            at the first operator that reads the weight.
     """
 
     node: fx.Node
@@ -348,11 +348,10 @@ class _Counter:
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
 
     def _as_causal(self, work: Work, node: fx.Node, keys: int) -> Work:
-        """Convert the work of an attention to work of causal attention.
+        """Return the work of a causal attention, whose FLOPs count all keys (`Work.causal`).
 
-        `work` counts only the keys that a query attends. In causal work, `flops` counts all keys. Half of the keys are
-        masked, so the FLOPs are doubled here. The prediction halves them again, and adds the masked keys of those
-        blocks that are only partly masked.
+        The FLOPs of `work` count only the keys that a query attends. These are half of the keys, so the FLOPs are
+        doubled here. `Work.seconds` multiplies them by the share that a kernel computes (`Hardware.causal_share`).
 
         Args:
             keys: number of all keys.

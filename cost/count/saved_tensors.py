@@ -1,8 +1,8 @@
 """Tensors that autograd saves for the backward of an operator, found by a run on fake tensors.
 
 An operator runs once per signature (target, shapes, strides, dtypes, which inputs need gradients) under
-`torch.autograd.graph.saved_tensors_hooks`. The storage of each saved tensor shows if it is an input, an output, or
-another tensor. Composite operators may choose their kernel by device (attention, recurrent layers). They run as on a
+`torch.autograd.graph.saved_tensors_hooks`. The storage of each saved tensor shows whether it is an input, an output,
+or another tensor. Composite operators may choose their kernel by device (attention, recurrent layers). They run as on a
 CPU, where flash attention saves the same tensors as on a GPU. All other operators run on `meta`.
 """
 
@@ -30,7 +30,7 @@ MAX_CACHED_SIGNATURES = 20_000
 class TensorSpec(NamedTuple):
     """Shape, strides, dtype and gradient flag of a tensor.
 
-    What autograd saves for an operator depends only on these.
+    What autograd saves for an operator depends only on these properties of its inputs.
     """
 
     shape: tuple[int, ...]

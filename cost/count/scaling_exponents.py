@@ -29,8 +29,8 @@ def tokens(trace: Trace) -> int:
 class ScalingExponents:
     """Scaling exponents (`Exponents`) of the values and FLOPs of nodes of a stage graph.
 
-    They follow from the dims of the traced values. A dim, or a factor of a dim, scales with the sequence if its size is
-    a multiple of the tokens per sample. Dims of weights do not scale.
+    The exponents follow from the dims of traced values. A dim, or a factor of a dim, scales with the sequence if its size
+    is a multiple of the tokens per sample. Dims of weights do not scale.
     """
 
     def __init__(self, trace: Trace, program: Program):
@@ -78,7 +78,7 @@ class ScalingExponents:
         """Return the dim of a node's value that is sharded over an axis, or None.
 
         A layout conversion can have intermediate nodes, whose values are not in the trace. For such a node, the result
-        is the dim of its input, if its value still has that dim.
+        is the sharded dim of its input, if its own value still has this dim.
         """
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)

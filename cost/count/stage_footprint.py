@@ -360,7 +360,10 @@ def call(
 ) -> Any:  # fmt: skip
     """Return the outputs of an operator call, and record its saved tensors and workspace.
 
-    Adds an entry for `node` to `keeps`, `others` and `takes`, which are as in `Liveness`.
+    Args:
+        keeps, others: dicts to which the saved tensors of `node` are added: buffers of inputs and outputs in `keeps`,
+            bytes of all other saved tensors in `others`.
+        takes: dict to which the peak workspace of `node` is added, as (bytes in forward, bytes in backward).
     """
     assert callable(node.target)
     inputs = [values[used] for used in tensor_inputs(node)]
@@ -430,7 +433,8 @@ def _stage_inputs(
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[fx.Node, int]]]:  # fmt: skip
     """Return the stage inputs that the prologue computes, for one microbatch on one rank.
 
-    Returns the fields `inputs`, `input_buffers` and `input_bytes` of `Liveness`.
+    Returns ({stage input: its value}, {stage input: name of its buffer}, {name of a buffer: (node that allocates it,
+    its bytes for all microbatches)}).
     """
     values: dict[fx.Node, Any] = {}
     forms = [TensorSpec.of(t, t.requires_grad) for t in trace.call.tensors]

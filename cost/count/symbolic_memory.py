@@ -103,9 +103,9 @@ class SymbolicMemory:
     Args:
         walk: liveness analysis of the stage.
         growth: scaling exponents of its values.
-        saved_before: indices of the received values that an earlier stage saves for backward.
-        held_before: indices of the received values that an earlier stage has in memory anyway, because it saves or
-            receives them.
+        saved_before: the received values that an earlier stage saves for backward, as indices into `received`.
+        held_before: the received values that an earlier stage has in memory anyway, because it saves or receives
+            them; as indices into `received`.
     """
 
     def __init__(

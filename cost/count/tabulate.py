@@ -235,8 +235,8 @@ def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> 
 def _overlappable_share(trace: Trace, program: Program) -> float:
     """Return the share of gradient bytes whose reduction can overlap with the backward.
 
-    In each stage, the backward completes one bucket last: that of the parameters that the forward reads first. Only
-    the reduction of this bucket cannot overlap.
+    In each stage, only the reduction of one bucket cannot overlap. This is the bucket of the parameters that the
+    forward reads first, because the backward completes it last.
     """
     total = last = 0
     for stage in program.stages:
@@ -291,7 +291,7 @@ def _zero3_axes(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str,
 
 
 def _mixed_precision_ratios(trace: Trace, name: str) -> tuple[float, float]:
-    """Return the element sizes of the compute dtype and of the reduction dtype, per stored element size.
+    """Return the bytes of an element in the compute and in the reduction dtype, per stored byte.
 
     Both are 1 without mixed precision.
     """
@@ -326,7 +326,7 @@ def _block_of(name: str, blocks: Blocks) -> _BlockId | None:
 
 
 def _copies(name: str, blocks: Blocks) -> int:
-    """Return the number of operators or tensors of the full model that a traced one represents.
+    """Return the number of copies in the full model of a traced operator or tensor.
 
     Args:
         name: key of the operator, or name of the tensor.

@@ -72,9 +72,10 @@ class Formula:
     state_bytes: float = 3.0
     receives_held: int | None = None
     scatter_sends: bool = False
-    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.RunSetting`.
+    """True if values whose bytes do not shrink with `tp` are sent to the next stage as shards.
 
-    With `scatter_sends`, values whose bytes do not shrink with `tp` are sent as shards.
+    `state_bytes` and `receives_held` are fields of `RunSetting`: bytes of gradients and optimizer state per byte of a
+    trained parameter, and the number of microbatches with receive buffers (None: all).
     """
 
     axes: tuple[Axis, ...] = AXES

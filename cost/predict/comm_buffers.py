@@ -159,8 +159,8 @@ class MemoryEvent(NamedTuple):
     - "ahead": sets the bytes of prefetched weights to `size`.
     - "sends": a reduction of gradients starts, with a flat buffer of `size` bytes and `part` bytes of this rank's
       shards.
-    - "gives": the gradient of `name` is complete. A later microbatch adds `size` bytes of it to the existing gradient
-      and frees them.
+    - "gives": the gradient of `name`, of `size` bytes, is complete. If an earlier microbatch has computed a gradient,
+      the new gradient is added to it and freed.
     """
 
     kind: Literal["takes", "peak", "ahead", "sends", "gives"]

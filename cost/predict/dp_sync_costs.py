@@ -57,7 +57,8 @@ def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) 
 def carried(method: SyncMethod, sizes: Iterable[tuple[float, int, tuple[int, ...]]]) -> MethodParameters:
     """Return the total bytes of the parameters that a data-parallel method synchronizes.
 
-    The result counts the rank's shards, the compressed data that the rank sends, and low-rank factors.
+    The result has three totals: bytes of the rank's shards, of the compressed data that the rank sends, and of low-rank
+    factors.
 
     Args:
         method: the method that replaces the gradient all-reduce.
@@ -131,8 +132,8 @@ def break_even_bytes_per_s(
     The bandwidth is in bytes/s per rank. It is that of links between nodes, or inside a node if all ranks are in one
     node. Returns None if the method is always slower or always faster.
 
-    In the model of `collective_costs`, the bandwidth is (bytes_exact - bytes) / (seconds of passes + difference of the
-    latencies).
+    In the model of `collective_costs`, the bandwidth is the number of bytes that the method saves, divided by the
+    seconds that it adds in memory traffic and latency.
 
     Args:
         of: the method and the sizes of its parameters.

@@ -233,7 +233,7 @@ def schedule_notes(
 
 
 WAITS = 0.95
-"""Maximum share of the 1F1B step time that a step with overlapped sends may take to get a note."""
+"""A note recommends overlapped sends if they reduce the step time to at most this share of the 1F1B time."""
 
 LONGEST = 10_000
 """Maximum number of stage forwards in a step that `schedule_notes` simulates."""

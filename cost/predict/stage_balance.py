@@ -31,15 +31,12 @@ The cost of sends does not change this limit.
 """
 
 TIME_TOLERANCE = 0.015
-"""Share by which the slowest stage may exceed the optimum, for a partition that sends less.
-
-A partition that is more even may exceed the optimum too.
-"""
+"""Share by which the slowest stage may be slower than possible, if the partition is more even or sends less."""
 
 BOUND = 1.018
-"""Maximum time of the slowest stage, as a multiple of its lower bound, if the optimum is less.
+"""Maximum time of the slowest stage, as a multiple of the lower bound of a stage's load.
 
-It limits `TIME_TOLERANCE` further.
+This limit holds in addition to `TIME_TOLERANCE`, if a partition that meets it exists.
 """
 
 
@@ -156,7 +153,7 @@ class _Stages:
 
         The function minimizes a cost. Each stage adds half the square of its load. Each boundary adds the bytes that it
         sends, divided by the median bytes of a boundary. Partitions are excluded if their slowest stage takes more than
-        `TIME_TOLERANCE` longer than that of the fastest partition.
+        `TIME_TOLERANCE` longer than the slowest stage of the fastest partition.
 
         Args:
             least_load: largest stage load in the most even partition.

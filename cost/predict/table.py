@@ -145,11 +145,11 @@ class Table:
 
     @cached_property
     def held(self) -> dict[str, str]:
-        """All parameters of the full model, as {key (`named_in`): name in `parameters`}."""
+        """All parameters: {key of a parameter of the full model (`named_in`): its name in `parameters`}."""
         return self.read_by(self.order)
 
     def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """Return the parameters that operators read: {key in the model (`named_in`): name in `parameters`}."""
+        """Return {key (`named_in`) of each parameter that the operators read: its name in `parameters`}."""
         return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 
@@ -310,7 +310,10 @@ class TableCost:
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
-        """Return the axis over which a `dp_sync` method exchanges a gradient; empty if it is all-reduced."""
+        """Return the axis over which a `dp_sync` method synchronizes a parameter's gradient.
+
+        The tuple is empty if the gradient is all-reduced.
+        """
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
     def _zero_axis(self, name: str) -> str:

@@ -111,7 +111,7 @@ def _names_in_first_block(
 ) -> tuple[str, int, tuple[str, ...]]:
     """Return the block of some parameters (path, index), and the names of the same parameters in block 0.
 
-    If the parameters are not all in one block, or differ from those of block 0, returns ("", 0, names).
+    If the parameters are not all in one block, or differ from block 0's parameters, returns ("", 0, names).
     """
     matches = [_NUMBERED.fullmatch(name) for name in names]
     places = {(match[1], int(match[2])) if match else None for match in matches}

@@ -243,7 +243,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the index of the last operator of its recomputed region.
 
-    An operator outside of regions gets the index for the next region.
+    An operator outside of regions gets the last index of the next region.
     """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
@@ -253,10 +253,11 @@ def _region_ends(priced: TableCost, order: Order) -> list[int]:
 
 
 def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
-    """Return the communication of operators, and their peak memory in addition to their saved tensors.
+    """Return the memory that operators need in addition to their saved tensors, and their communication.
 
-    When the backward of an operator runs, later operators have already run theirs. Their saved tensors are freed, and
-    the gradients of their weights are allocated.
+    Returns (peak bytes in forward and backward, and bytes of gradients; buffers of collectives). When the backward of
+    an operator runs, the backward of later operators has run: their saved tensors are freed, and the gradients of
+    their weights are allocated.
 
     Args:
         order: the operators, as in `Table.order`.

@@ -144,7 +144,7 @@ class Totals:
 
     Args:
         works: {(part of a step, kernel or collective): number of runs}.
-        stored: parameters.
+        stored: all parameters.
         trained: the parameters that get a gradient.
         cut: {flattened axes: the parameters that ZeRO shards over them}.
         gathers: True if `works` includes ZeRO's collectives.

@@ -345,8 +345,8 @@ class _EventSimulation:
 
     Args:
         orders: for each rank, its actions in order.
-        once_s: for each rank, the seconds of "U", its gradient reduction and weight update after a batch.
-        has_tail: as in `execute`.
+        once_s: for each rank, the seconds of the action "U": gradient reduction and weight update after a batch.
+        has_tail: True if the last stage is a tail, which runs once for all microbatches.
     """
 
     def __init__(
@@ -432,7 +432,7 @@ class _EventSimulation:
     def _wake_tied(self, result: _Result) -> list[int]:
         """Return the ranks that waited for this backward to reduce gradients of tied parameters.
 
-        They are removed from `waiting`.
+        The ranks are removed from `waiting`.
         """
         waited = [rank for rank, missing in self.waiting.items() if missing == result
                   and self.orders[rank][len(self.spans[rank])].kind == "U"]  # fmt: skip
