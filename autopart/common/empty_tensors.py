@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype on the meta device.
+    """Return a tensor on the meta device with the shape, strides and dtype of `tensor`.
 
     For an `nn.Parameter`, return an `nn.Parameter` with the same Python attributes.
     """
@@ -16,9 +16,10 @@ def without_values(tensor: Tensor) -> Tensor:
 
 
 def emptied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a tensor of the same shape and dtype with empty storage. Its values must not be read.
+    """Return a tensor with the shape, strides and dtype of `tensor`, but empty storage.
 
-    For an `nn.Parameter`, return an `nn.Parameter` with the same Python attributes.
+    The values of the new tensor must not be read. For an `nn.Parameter`, return an `nn.Parameter` with the same Python
+    attributes.
 
     Args:
         device: device of the new tensor; None for the device of `tensor`.

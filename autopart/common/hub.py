@@ -28,7 +28,7 @@ class Pretrained(os.PathLike):
 
 
 def is_hub_name(name: str | Path) -> bool:
-    """Return True if `name` is a text such as `openai-community/gpt2` and no such path exists."""
+    """Return True if `name` looks like `openai-community/gpt2` and no path of this name exists."""
     text = str(name)
     is_file = text.endswith((".json", ".safetensors", ".bin", ".pt"))
     return isinstance(name, str) and not Path(name).exists() and not is_file and bool(_NAME.fullmatch(text))

@@ -25,7 +25,7 @@ def parse_json(text: str, name: str, error: type[AutopartError], hint: str = "")
         data = json.loads(
             text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number, parse_int=_integer
         )
-        if "\\ud" in text.lower():  # half of a character: it can be in no text of UTF-8
+        if "\\ud" in text.lower():  # a lone surrogate, which is not valid UTF-8
             json.dumps(data, ensure_ascii=False).encode()
         return data
     except json.JSONDecodeError as problem:
@@ -46,7 +46,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _number(text: str) -> float:

@@ -23,7 +23,11 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the first number in an operator's module path: 3 for `transformer.h.3.attn/mul#1`. Else None."""
+    """Return the first number in an operator's module path; None if there is none.
+
+    >>> layer_of("transformer.h.3.attn/mul#1")
+    3
+    """
     return next((int(part) for part in name.split("/")[0].split(".") if part.isdigit()), None)
 
 
