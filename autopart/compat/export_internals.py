@@ -213,7 +213,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 @contextmanager
 def restored_transforms() -> Iterator[None]:
-    """Leave `torch.func` transforms (vmap, grad) that are active if the `with` block raises an error.
+    """Exit the `torch.func` transforms (vmap, grad) that an error in the `with` block leaves active.
 
     Otherwise the user's next random number raises "called random operation while in randomness error mode".
     """

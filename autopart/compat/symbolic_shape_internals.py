@@ -154,7 +154,7 @@ _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 
 
 def _asking_frame() -> types.FrameType | None:
-    """Return the innermost frame outside torch's symbolic-shape code, which evaluates the condition."""
+    """Return the frame that evaluates a condition: the innermost one outside torch's symbolic-shape code."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
         frame = frame.f_back

@@ -537,7 +537,7 @@ def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Enable autograd in a `with` block, for code of a custom operator, for which torch disables autograd."""
+    """Enable autograd in a `with` block inside a custom operator. By default torch disables it there."""
     keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
     for key in keys:
