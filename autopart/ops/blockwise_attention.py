@@ -157,7 +157,7 @@ VisitResult = tuple[Tensor, Tensor]
 
 
 def attend_visits(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, KeyBlockVisit]]) -> VisitResult:
-    """Attend the queries to the keys of all visits, and combine the results.
+    """Attend the local queries to several blocks of keys (visits), and combine the results.
 
     Args:
         query: local queries, of shape [batch, heads, queries, width].
@@ -203,6 +203,8 @@ def visit_backward(
     of: KeyBlockVisit,
 ) -> None:  # fmt: skip
     """Compute the gradients of one visit, and add them to `grads` in place.
+
+    A visit is the attention of the local queries to one block of keys.
 
     Args:
         grads: gradient sums of the local queries, of the visit's keys and of its values.
@@ -326,7 +328,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values of one block of scores.
 
-    `output`, `logs`: output and log-sum-exp, each combined over all visits.
+    `output`, `logs`: output and log-sum-exp, each combined over all blocks of keys.
     """
     mask, logs = _score_bias(part.mask, query), _finite(logs)
     if _has_kernel(query, value):

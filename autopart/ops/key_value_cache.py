@@ -17,7 +17,7 @@ from autopart.ir.collective_nodes import autopart_operator
 
 
 class CacheStore:
-    """Local shards of the caches of one generation on one rank.
+    """Key/value caches of one text generation: the shards on one rank.
 
     `tensors`: {name of the operator that writes the cache: cache of shape [..., length, width]}.
     """

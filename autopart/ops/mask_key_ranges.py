@@ -261,7 +261,7 @@ def _compared(name: str, one: Any, other: Any) -> KeyRanges | None:
 
 
 def _apply_to_ranges(name: str, args: Any, dims: int) -> KeyRanges | None:
-    """Return the key ranges of the result of an operator on key ranges; None if the result has none."""
+    """Apply an operator of a mask computation to key ranges. Returns None if the result has no key ranges."""
     intervals = args[0] if isinstance(args[0], KeyRanges) else None
     if name in _AND:
         keys = next(part.keys for part in args if isinstance(part, KeyRanges))

@@ -50,7 +50,7 @@ def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
 
 
 def _distinct(mask: Tensor) -> Tensor:
-    """Return the mask as [samples, queries, keys], with one sample only if it is broadcast over samples."""
+    """Return the mask as [samples, queries, keys]. If it is broadcast over samples, `samples` is 1."""
     for dim in range(mask.ndim - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)

@@ -30,7 +30,7 @@ from autopart.ops.masked_attention import blocks_fit
 from autopart.ops.operators import autopart_ops
 
 LARGEST_MASK = 2**24
-"""Scores above which a mask that depends only on positions is not materialised to detect its structure."""
+"""Maximum number of elements of an input-independent mask that is materialised to detect its structure."""
 
 ALL = 2**40
 """Value of a `MaskWindow` field that means all keys before (or after) a query, at every sequence length."""
@@ -247,7 +247,7 @@ def _apply_structure(
     stage: Stage, structure_of: Mapping[fx.Node, MaskStructure], device: torch.device | None = None,
     sizes: Mapping[str, int] = NO_SIZES,
 ) -> Stage:  # fmt: skip
-    """Rewrite the attention calls of a stage for known mask structure, in its graph, and return the stage."""
+    """Rewrite the attention calls in a stage's graph to use known mask structure. Return the stage."""
     graph, of_masks = stage.graph.graph, ancestors_of(structure_of)
     for mask, band in structure_of.items():
         for call in [user for user in mask.users if mask_of(user) is mask]:
