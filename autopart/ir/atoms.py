@@ -31,8 +31,9 @@ Atoms = tuple[Atom, ...]
 def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
     """Return the atoms of the output dim of boolean indexing, `x[mask]`.
 
-    The output dim merges all dims that the mask covers, so it has the atoms of all these dims. Atoms of kind "batch"
-    keep their kind. All others get a data-dependent kind, with which they cannot be sharded.
+    An atom is a factor of a dim's size that can be sharded by itself. The output dim merges all dims that the mask
+    covers, so it has the atoms of all these dims. Atoms of kind "batch" keep their kind. All others get a
+    data-dependent kind, with which they cannot be sharded.
 
     Args:
         dims: the atoms of each dim of the mask.
@@ -43,15 +44,18 @@ def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
 
 
 def selections_in(atoms: Atoms) -> set[str]:
-    """Return the kinds of the atoms whose size is data-dependent: one kind per mask of a boolean indexing."""
+    """Return the data-dependent kinds of atoms, one for each mask of a boolean indexing.
+
+    An atom is a factor of a dim's size that can be sharded by itself.
+    """
     return {atom.kind for atom in atoms if atom.kind.startswith(_COUNTED)}
 
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
     """Return {letter of a sharding rule: atoms of the input dims that have this letter}.
 
-    If inputs have different atoms for a letter, the function prefers data-dependent atoms, then atoms of weights, then
-    atoms of the batch.
+    An atom is a factor of a dim's size that can be sharded by itself. If inputs have different atoms for a letter, the
+    function prefers data-dependent atoms, then atoms of weights, then atoms of the batch.
     """
     by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
@@ -73,7 +77,8 @@ def _rank(atoms: Atoms) -> int:
 def split_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
     """Distribute the atoms of a dim over the factors (letters) of a sharding rule that make up the dim.
 
-    For example, one atom of size 32 is split into atoms of sizes 4 and 8 for factors of sizes 4 and 8.
+    An atom is a factor of a dim's size that can be sharded by itself. For example, one atom of size 32 is split into
+    atoms of sizes 4 and 8 for factors of sizes 4 and 8.
 
     Args:
         sizes: sizes of the factors, outermost first.

@@ -59,7 +59,10 @@ class CostNotes(NamedTuple):
 
 
 class Facts(TypedDict, total=False):
-    """Facts of a node. A key is absent if the fact does not apply to the node."""
+    """Facts of a graph node: results that a pass stores in the node's `meta` for later passes.
+
+    A key is absent if the fact does not apply to the node.
+    """
 
     # From torch.export: the stack of running modules, and the user's source lines.
     nn_module_stack: dict[str, tuple[str, Any]]
@@ -130,7 +133,7 @@ class Facts(TypedDict, total=False):
 
 
 def facts(node: fx.Node) -> Facts:
-    """Return the facts of a node as a dict that the caller can change."""
+    """Return the facts of a node, its `meta`, as a dict that the caller can change."""
     return node.meta  # without `cast`, which takes time: this function is called very often
 
 

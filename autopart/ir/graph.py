@@ -32,7 +32,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def name_of_target(target: Any) -> str:
-    """Return the `operator_name` of a node, from the function that it calls."""
+    """Return the `operator_name` of a node, given the function that the node calls."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else getattr(target, "__name__", str(target))
 

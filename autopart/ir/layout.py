@@ -43,9 +43,10 @@ Sections = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Placement of a value and of its gradient on one mesh axis, as defined in this file's docstring.
+    """Placement of a value and its gradient on a mesh axis: replicated, shard, partial sum or dispatched.
 
-    Create one with `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` or `shard(dim)`.
+    The docstring of this file defines all placements. Create one with `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`,
+    `DISPATCHED` or `shard(dim)`.
     """
 
     kind: str

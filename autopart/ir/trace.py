@@ -90,7 +90,7 @@ class Trace:
     whole: Trace | None = None
 
     def without_values(self) -> Trace:
-        """Return a copy of the trace whose parameters allocate no memory."""
+        """Return a copy of the trace whose parameters are on the meta device, so that they need no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
 
     def attributes_after(

@@ -56,7 +56,7 @@ class DeduplicatedBlock(NamedTuple):
         return self._placed(name)[0] == self.number
 
     def block(self, name: str) -> int | None:
-        """Return the block number in the name of a module, parameter or operator; None outside of `path`."""
+        """Return the block number in a name of a module, parameter or operator; None outside of list `path`."""
         return self._placed(name)[0]
 
     def _placed(self, name: str) -> tuple[int | None, str]:

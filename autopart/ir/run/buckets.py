@@ -41,7 +41,7 @@ for an earlier one before it copies.
 
 
 def by_first_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
-    """Return the names that a stage graph uses, sorted by first use."""
+    """Return the given parameter names that a stage graph uses, sorted by first use."""
     wanted = set(names)
     read = (
         str(used.target)

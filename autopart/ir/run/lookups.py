@@ -22,8 +22,7 @@ _SAME_ELEMENTS = frozenset([*(f"aten::{name}" for name in _VIEWS), "autopart::sl
 
 @dataclass(frozen=True)
 class Lookup:
-    """One look-up of rows.
-
+    """One look-up of rows in an embedding table.
     Attributes:
         table: name of the parameter or buffer that is the table; "" for any other table.
         num_rows: rows of the full table.

@@ -105,7 +105,10 @@ class SyncOption(Protocol):
         """Return the method of a parameter; None if its gradient is all-reduced."""
 
     def axis(self, mesh: Mesh) -> str:
-        """Return the mesh axis over which methods communicate, "" without methods. Raises OptionError."""
+        """Return the mesh axis over which methods communicate; "" if there is none.
+
+        Raises OptionError if a method needs an axis that the mesh lacks.
+        """
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
         """Raise OptionError if a method does not support the layout in which a parameter is stored."""

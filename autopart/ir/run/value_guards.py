@@ -67,7 +67,7 @@ class ValueCall:
 
 @dataclass(frozen=True, eq=False)
 class ValueGuard:
-    """A value that Python read in a trace.
+    """A value that Python read in a trace. A call with another value is traced again.
 
     Attributes:
         text: source text of the expression, `mask.sum(1).max()`.
