@@ -181,8 +181,8 @@ def warn_of_copies(rows: int, mesh: Mesh) -> None:
     axes = mesh.along("rows")
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(
-        f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes the "
+        f"a batch of {rows} samples does not divide over {over}: every rank of {', '.join(axes)} computes the "
         f"full batch, which is correct but no faster than one rank. Use batches of a multiple of "
-        f"{mesh.data_parallel_size} rows (DataLoader: drop_last=True).",
+        f"{mesh.data_parallel_size} samples (DataLoader: drop_last=True).",
         stacklevel=2,
     )

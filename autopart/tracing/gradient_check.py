@@ -154,7 +154,7 @@ def _compare(
         if expected == actual:
             continue
         if traced.folds:
-            raise NotDeduplicable("gradients are compared in the whole trace")
+            raise NotDeduplicable("gradients can be compared only in the full trace")
         graph = graph or _graph_run(traced, eager, device, inputs)
         without_elements = {name for name, tensor in eager.tensors.items() if not tensor.numel()}
         lost = eager.with_gradient(of_model, expected - actual - without_elements)

@@ -77,7 +77,7 @@ def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
             shared.setdefault(id(thing), thing.detach().clone())
     try:
         return _deep_copy(model, dict(shared))
-    except Exception:  # whatever the attributes of a user's modules make of a copy
+    except Exception:  # an attribute of a user's module may raise anything when it is copied
         for thing in reversed(list(_reachable(model))):  # innermost modules first
             if not isinstance(thing, (nn.Module, Tensor, dict, list, tuple, set)) and not _can_be_copied(thing, shared):
                 shared.setdefault(id(thing), thing)
@@ -150,7 +150,7 @@ def meta_copy_of(
     try:
         shared, originals = _twins(model, cut, instead or {})
         copied = copy_of(model, shared)
-    except Exception as error:  # whatever the attributes of a user's modules make of a copy
+    except Exception as error:  # an attribute of a user's module may raise anything when it is copied
         raise CannotCopy(f"it cannot be copied ({type(error).__name__}: {str(error)[:100]})") from error
     if _named(copied) != _named(model):
         raise CannotCopy("its copy has other parameters or buffers")

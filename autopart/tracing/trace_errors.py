@@ -147,7 +147,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "", limit: str
 
 
 def without_values_error(error: TraceError) -> TraceError:
-    """Return the error, extended by the hint that inputs on meta have no values to read."""
+    """Return the error with an additional hint: the example's inputs must not be on meta."""
     hint = f"an example whose inputs have values, not on meta; or {error.hint}"
     return TraceError(error.what, refusal=error.refusal, why=error.why, where=error.where, hint=hint)
 

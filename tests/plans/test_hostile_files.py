@@ -28,7 +28,7 @@ TEXTS = {
     "deep": ("[" * 100_000 + "]" * 100_000, "its brackets are nested too deeply"),
     "digits": ('{"a": ' + "9" * 5000 + "}", "is too large"),
     "infinite": ('{"a": 1e400}', "the number 1e400 is too large"),
-    "NaN": ('{"a": NaN}', "NaN is no number of JSON"),
+    "NaN": ('{"a": NaN}', "NaN is not a JSON number"),
     "twice": ('{"mesh": {}, "mesh": {}}', "it has two entries 'mesh'"),
     "control": ('{"\\u001b[31m": 1, "\\u001b[31m": 1}', r"two entries '\?\[31m'"),
     "surrogate": ('{"a": "\\ud800"}', "surrogates not allowed"),

@@ -70,7 +70,10 @@ class UserFunction:
     written: frozenset[int] = frozenset()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the Function and return its outputs. An output that shares memory with another tensor is copied."""
+        """Run the autograd.Function and return its outputs.
+
+        Outputs that share memory with a tensor are copied.
+        """
         with torch.no_grad():
             return self.separate(self.outputs(tensors), tensors)
 
@@ -99,7 +102,7 @@ class UserFunction:
         return tuple(next(gradients) if t.requires_grad else None for t in inputs)
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the Function on these tensors and return its results."""
+        """Run the autograd.Function on these tensors and return its results."""
         remaining = iter([t.clone() if i in self.written else t for i, t in enumerate(tensors)])
         arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
         is_upcast = any(t.dtype is torch.float64 is not dtype for t, dtype in zip(tensors, self.dtypes, strict=True))
@@ -119,7 +122,7 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Examined:
-    """Traces of a Function's forward and backward, and properties of the Function derived from them.
+    """Traces of an autograd.Function's forward and backward, and properties derived from them.
 
     Args:
         backward: graph from input tensors and output gradients to input gradients; None if no input needs a gradient.
@@ -139,7 +142,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Made:
-    """A custom operator that was registered for a Function, and the Function that it runs."""
+    """A custom operator that was registered for an autograd.Function, and the traces of that Function."""
 
     operator: Any
     examined: Examined
@@ -152,7 +155,7 @@ _BY_OPERATOR: dict[Any, tuple[str, Made]] = {}
 
 
 def made_for(node: fx.Node) -> Made | None:
-    """Return the operator and the Function of a node that runs an autograd.Function; None for other nodes."""
+    """Return the operator and the traces of a node that runs an autograd.Function; None for other nodes."""
     return _BY_OPERATOR[node.target][1] if node.target in _BY_OPERATOR else None
 
 
@@ -164,7 +167,7 @@ def name_function_nodes(graph: fx.Graph) -> None:
 
 
 class _WritesArguments(Exception):
-    """Raised if a Function writes to tensors that it was passed."""
+    """Exception: an autograd.Function writes to tensors that it was passed."""
 
     def __init__(self, tensors: frozenset[int]):
         super().__init__()
@@ -212,7 +215,7 @@ def apply_as_operator(
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
-    """Return the code of the graphs into which a Function's forward and backward are traced.
+    """Return the code of the graphs into which an autograd.Function's forward and backward are traced.
 
     All arguments of the Function must be tensors. Raises LostInTrace if the Function cannot be one operator.
     """
@@ -253,7 +256,7 @@ def _a(value: Any) -> str:
 
 
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
-    """Return the custom operator for a Function and its arguments. The first call registers it.
+    """Return the custom operator for an autograd.Function and its arguments. The first call registers it.
 
     The operator's name and overload depend only on names, values and traced operators. They are therefore equal in all
     processes, and for all sizes with equal traces. A number is added only if another class in this process has the same
@@ -312,7 +315,10 @@ def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bo
 
 
 def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Examined:
-    """Trace a Function's forward and backward. Raises LostInTrace if it cannot be one operator."""
+    """Trace the forward and backward of an autograd.Function.
+
+    Raises LostInTrace if the Function cannot be one operator.
+    """
     single = []
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ class _Differentiates(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Function mode in a `torch.func` transform that marks each `detach` of the model's own code.
+    """Torch function mode that marks each `detach` of the model's code inside a `torch.func` transform.
 
     Raises LostInTrace for `no_grad()`.
     """

@@ -122,7 +122,7 @@ class _Placed(TorchFunctionMode):
 class _Listed(int):
     """Entry of `tensor.tolist()`: the integer 0.
 
-    Comparisons with it return True, so that the body of an `if` runs.
+    In a condition that can skip code, a comparison with it returns the outcome with which the code runs.
     """
 
 

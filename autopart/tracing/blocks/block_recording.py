@@ -58,9 +58,10 @@ class _RecordedStep:
 
 @dataclass
 class Template:
-    """A recorded block, with which later blocks are compared.
+    """A recorded block (layer), with which later blocks are compared.
 
-    The tensors of a block are numbered: first the tensors that are passed to it, then the results of its operators.
+    The tensors of a block are numbered: first the tensors that are passed to it, then the results of its operators. A
+    `Ref` identifies a tensor by (True, index of the node that computes it) or (False, index of the input).
 
     Args:
         reads: the tensors that each operator call reads, as `Ref`s.
@@ -98,8 +99,7 @@ class Template:
 
 
 class RecordedCall:
-    """One call of a block.
-
+    """One call of a block (layer) during a trace, which is recorded or compared with a recorded call.
     Args:
         given: the different tensors that the block gets (arguments, parameters, buffers).
         key: comparison key of the call's arguments, parameters and global modes. Two calls are compared further only if

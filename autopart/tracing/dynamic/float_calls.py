@@ -62,7 +62,7 @@ _REPLACEMENTS = {"float": _Float, "int": _Int}
 
 
 class Floats:
-    """Records the Python modules whose functions call `float` or `int` with a tensor or a size."""
+    """Record of the Python modules whose functions call `float` or `int` with a tensor or a size."""
 
     _of_sizes: ClassVar[set[tuple[str, str]]] = set()
     """{(Python module, "int" or "float")}: modules that convert sizes, as earlier traces in this process found."""

@@ -31,7 +31,7 @@ class ReadsArray(TraceAgain):
 
 
 class FoundFunctions:
-    """Records the functions that compute with arrays of activations."""
+    """Record of the functions that compute with arrays of activations."""
 
     def __init__(self) -> None:
         self.functions: list[Any] = []
@@ -90,7 +90,10 @@ def _functions_of(frame: FrameType) -> list[Any]:
 
 
 def _called_by(frames: Sequence[FrameType]) -> list[Any]:
-    """Return the function that the innermost of these frames calls, if the call names it: `np.argmax(x)`."""
+    """Return [function] for the call that the innermost frame runs, if the source names the function.
+
+    An example of such a call is `np.argmax(x)`. Returns [] for other calls.
+    """
     if not frames:
         return []
     frame = frames[0]

@@ -85,7 +85,7 @@ class RandomBranches:
     def is_full(self) -> bool:
         """True if the forward has reached the maximum number of branches.
 
-        For example, a loop that ends on a random condition would never end.
+        Without a maximum, the trace of a loop that ends on a random condition would never end.
         """
         return self.count >= _MOST
 
@@ -321,7 +321,7 @@ def _built(
 
 
 class _Guards:
-    """Adds a `where` to each input of a branch's sides: only the selected side gives it a gradient.
+    """Builder of `where` calls at the inputs of a branch: only the selected side gives them a gradient.
 
     Without the `where`, a gradient that is infinite or NaN on the side that is not selected would reach the input.
 

@@ -182,7 +182,7 @@ class SymbolicScalars:
 
 
 def check_formula(size: Any, line: fx.Node) -> None:
-    """Raise TraceError unless a data-dependent size is a sum of products of sizes, unlike `u0//8`."""
+    """Raise TraceError for a data-dependent size that is not a sum of products of sizes, such as `u0//8`."""
     if isinstance(size, int) or size.is_Integer or size.is_Symbol:
         return
     if not (size.is_Add or size.is_Mul):

@@ -169,7 +169,10 @@ class _Rewriter:
         return place
 
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return the flat indices of a mask's true elements. They are computed once for equal masks."""
+        """Return the `autopart::positions` node for a mask: its results are the indices of the true elements.
+
+        Equal masks get the same node.
+        """
         if not shape(mask):
             raise TraceError(
                 "a 0-d mask (a single value) selects elements", refusal=Refusal.SIZE,

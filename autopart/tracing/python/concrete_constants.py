@@ -322,7 +322,10 @@ class ConcreteConstants:
 
 
 def views_of(recorded: Any) -> list[Any]:
-    """Return a record, and the records of the tensors that it may be a view of (its first arguments)."""
+    """Return a record, then the records of the tensors of which it may be a view.
+
+    These are its first argument, the first argument of that record, and so on.
+    """
     views = [recorded]
     while isinstance(views[-1], ValueCall) and views[-1].args:
         views.append(views[-1].args[0])

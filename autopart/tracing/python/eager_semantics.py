@@ -214,7 +214,7 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise LostInTrace if one of these tensors was recorded by `spend`."""
+        """Raise LostInTrace if an autograd.Function has overwritten one of these tensors (see `spend`)."""
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise LostInTrace(
                 "a tensor is read after an autograd.Function has written to it",

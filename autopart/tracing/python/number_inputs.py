@@ -164,7 +164,10 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Make `assigned` write to these slots in the traces inside this `with` block."""
+    """Make `assigned` write to these slots in the traces inside this `with` block.
+
+    A slot is a variable of the user's code that contains a number.
+    """
     before, _Slots.current = _Slots.current, slots
     try:
         yield
@@ -174,7 +177,10 @@ def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
 
 @contextmanager
 def assigned(numbers: Mapping[str, Any]) -> Iterator[None]:
-    """Write numbers into their slots for a `with` block; restore the earlier values at the end."""
+    """Write numbers to their slots, which are variables of the user's code, in a `with` block.
+
+    Restore the earlier values at its end.
+    """
     with ExitStack() as undo:
         for name, number in numbers.items():
             slot = _Slots.current.get(name)

@@ -59,7 +59,7 @@ class Operand(NamedTuple):
 
 
 def operand_of(frame: FrameType | None) -> Operand | Literal[False] | None:
-    """Return the position of the condition that a frame evaluates in an `and` or `or` between conditions.
+    """Return the position, in an `and` or `or`, of the condition that a frame evaluates.
 
     Returns None if the condition is not part of an `and` or `or`. Returns False for a nested `and` or `or`, and if the
     source is not available.
