@@ -38,16 +38,16 @@ class Refusal(Enum):
     """
 
     DECISION = "its Python decides what to run by the values in a tensor"
-    SIZE = "how large a tensor is depends on the values in another"
-    REGION = "an operator holds a part of the model, such as torch.while_loop"
+    SIZE = "the size of a tensor depends on the values in another"
+    REGION = "an operator contains a part of the model, such as torch.while_loop"
     NUMPY = "numpy computes with its tensors"
     RANDOM = "its random numbers cannot be drawn by a program"
     STATE = "it keeps something from one call to the next that is not a buffer"
-    WRITE = "it writes to a tensor in place where a program cannot"
+    WRITE = "it writes in place to a tensor to which a program cannot write"
     HOOK = "a hook changes a gradient"
-    GRADIENT = "it differentiates inside, or a trace loses a gradient"
-    FUNCTION = "an autograd.Function of it is not a function of its tensors alone"
-    PART = "a part of it has no Python, no shapes yet, or no dense values"
+    GRADIENT = "it computes gradients in its forward, or a trace loses a gradient"
+    FUNCTION = "its autograd.Function depends on more than tensors and plain values"
+    PART = "a part of it is TorchScript, has no shapes yet, or is sparse"
     OUTPUT = "it returns an object in which no tensors can be found"
 
 

@@ -235,14 +235,14 @@ class Options:
         "(FSDP).",
         "0, or what memory= needs", int, read=_zero)
     prefetch: int = _row(
-        1, "With zero=3: blocks ahead of use that parameters are all-gathered.", "1", int, read=_prefetch,
-        in_plan="prefetch")
+        1, "With zero=3: number of blocks that parameters are all-gathered ahead of their use.", "1", int,
+        read=_prefetch, in_plan="prefetch")
     memory: int | str | None = _row(
         None, "Memory of a rank, for example 80GB or 24GiB: the plan fits into it, or is refused.",
-        "no limit; of search, the hardware's", "SIZE", read=parse_size)
+        "no limit; in search, the memory of the hardware", "SIZE", read=parse_size)
     recompute: Recompute | None = _row(
-        None, "Activation checkpointing: none, selective (attention core), full (whole blocks); by block name "
-        "'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
+        None, "Activation checkpointing: none, selective (attention core), full (whole blocks); or per block name, "
+        "'h.[0-3]=full,*=none', or as a dict.", "none, or what the model checkpoints",
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
     dp_sync: Mapping[str, Any] | None = _row(
         None, f"Gradient synchronization over data ranks: {', '.join(SYNC_NAMES)}, with parameters "
@@ -264,14 +264,14 @@ class Options:
         False, "Each data rank passes its own samples and gets its own outputs; the global batch is the samples of "
         "all data ranks, in rank order.", "no: every rank passes the global batch", bool, read=_local_batch)
     timeout: float = _row(
-        TIMEOUT_S, "Seconds to wait for other ranks (first calls: ten times); then every rank reports who waits for "
-        "whom.", form=float, read=_timeout)
+        TIMEOUT_S, "Seconds to wait for other ranks (ten times as long in first calls); then every rank reports who "
+        "waits for whom.", form=float, read=_timeout)
     check_replicas: int | bool | None = _row(
         None, "Interval in steps at which copies of parameters are compared; 0: never.",
         "steps 1, 2, 4, 8 and every 100th", int, read=_check_replicas)
     weights: str | Path | Callable[[], Any] | None = _row(
-        None, "Source of weights for a model on meta, each rank makes only its shards: a folder of safetensors, or a "
-        "file; init (the model's class, from its config); or a function without arguments that returns the model.",
+        None, "Source of weights for a model on meta (each rank creates only its shards): a folder of safetensors, or "
+        "a file; init (the model's class, from its config); or a function without arguments that returns the model.",
         "the model's own", "PATH|init", read=_weights)
     # fmt: on
 

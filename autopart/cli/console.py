@@ -32,7 +32,9 @@ MISTAKE = 2
 OTHER_RANKS_WAIT_S = 10.0
 """Seconds that other ranks wait before they print an error: the first rank usually prints it too."""
 
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else on standard error.")
+JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object, and all other output on standard error."
+)
 
 
 def tell(as_json: bool, data: Mapping[str, Any], text: str, ok: bool = True) -> None:

@@ -109,6 +109,6 @@ def _machine() -> Iterator[Finding]:
     yield Finding("GPUs", f"{number} ({', '.join(names)})" if number else "none: ranks run on the CPU")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
-    several = "OMP_NUM_THREADS=1 where a machine runs as many ranks as it has cores" if threads > 1 else ""
+    several = "OMP_NUM_THREADS=1 if the machine runs as many ranks as it has cores" if threads > 1 else ""
     yield Finding("cores", f"{cores}, {threads} thread{'s' * (threads > 1)} a process", hint=several)
     yield Finding("memory", f"{available_bytes() / 1e9:.1f} GB free")

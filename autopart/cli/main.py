@@ -196,24 +196,29 @@ def diff(first: str, second: str, as_json: bool) -> None:
 @click.option(
     "--meta/--no-meta",
     default=None,
-    help="Weights without memory, random in the scaled copy.  [default: with values where there is room]",
+    help="Create the weights on the meta device; a scaled copy gets random weights.  "
+    "[default: if the model does not fit in memory]",
 )
 @click.option(
     "--scaled/--no-scaled",
     default=None,
-    help="Verify a copy with two of every run of equal blocks, and smaller sizes if it has to be.  "
-    "[default: where the model does not fit]",
+    help="Verify a smaller copy of the model: two of every run of equal blocks, and smaller sizes if needed.  "
+    "[default: if the model does not fit in memory]",
 )
 @TRAINING
 @click.option(
-    "--lengths", metavar="N,N,...", help="Further sequence lengths to verify, with traced and derived programs."
+    "--lengths",
+    metavar="N,N,...",
+    help="Additional sequence lengths to verify. Programs of some lengths are derived from other lengths.",
 )
 @click.option(
-    "--shrink", is_flag=True, help="If results differ, also find the smallest part of the graph that is wrong alone."
+    "--shrink",
+    is_flag=True,
+    help="If results differ, also find the smallest part of the graph that is wrong by itself.",
 )
 @click.option(
     "--rng", metavar=OPTIONS["rng"].form, default="exact", show_default=True,
-    help="fast: without dropout, for models whose random numbers cannot be repeated.",
+    help="fast: turn dropout off (eval mode), for models whose random numbers cannot be reproduced.",
 )  # fmt: skip
 @JSON
 @reports_errors

@@ -64,20 +64,24 @@ MODEL = _options(
         help="A transformers config.json, its folder, a name on the Hugging Face hub, or gpt2, llama-8b, mixtral-8x7b, "
         "...; random weights, random tokens.",
     ),
-    click.option("--batch", type=click.IntRange(1), help="Rows of the global batch, for --hf-config.  [default: 8]"),
+    click.option("--batch", type=click.IntRange(1), help="Samples of the global batch, for --hf-config.  [default: 8]"),
     click.option(
         "--sequence",
         type=click.IntRange(1),
-        help="Tokens of a row, for --hf-config.  [default: the config's own length; verify and run: 128]",
+        help="Tokens of a sample, for --hf-config.  [default: the config's own length; verify and run: 128]",
     ),
     click.option(
         "--dtype", type=click.Choice(DTYPES), help="Dtype of the weights.  [default: float32; on meta the config's]"
     ),
     click.option("--seed", default=0, show_default=True, help="Seed of random weights and tokens."),
 )
-META = click.option("--meta/--no-meta", default=None, help="Weights without memory.  [default: --meta for --hf-config]")
+META = click.option(
+    "--meta/--no-meta",
+    default=None,
+    help="Create the weights on the meta device.  [default: --meta for --hf-config]",
+)
 MESH = click.option("--mesh", help="Axes and their sizes, for example pp2,dp2,tp2.")
-PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to run; then nothing is chosen.")
+PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to use instead of choosing one.")
 
 
 OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "NAdam", "RMSprop", "SGD")}
@@ -85,12 +89,12 @@ OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "NAdam
 
 TRAINING = _options(
     click.option(
-        "--steps", type=click.IntRange(1), help="Number of training steps to run on all ranks and compare, too."
+        "--steps", type=click.IntRange(1), help="Also run this number of training steps on all ranks, and compare them."
     ),
     click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Optimizer of the steps.  [default: adamw]"),
     click.option("--lr", type=float, help="Learning rate of the steps.  [default: 0.001]"),
     click.option("--max-norm", type=float, help="Gradient clipping norm of the steps.  [default: no clipping]"),
-    click.option("--scaler", is_flag=True, help="The steps scale their loss as torch.amp.GradScaler does."),
+    click.option("--scaler", is_flag=True, help="Scale the loss in the steps, as torch.amp.GradScaler does."),
 )
 
 

@@ -62,15 +62,15 @@ def share_selections(trace: Trace) -> None:
 
 
 def selection_notes(trace: Trace) -> list[str]:
-    """Return notes on assumed sizes: `2 selections by values (...) counted as 25 % of the elements`."""
+    """Return notes such as `2 selections by values (...) assumed to select 25 % of the elements`."""
     shares = Counter[float]()
     for node, weight in weighted(filter(is_selection, trace.graph.nodes)):
         for part in list(node.users)[:1]:
             if part.target is operator.getitem:
                 shares[facts(part)["shares"][0]] += weight
     return [
-        f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) counted as {share * 100:.3g} % of the "
-        "elements"
+        f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) assumed to select {share * 100:.3g} % of "
+        "the elements"
         for share, count in shares.items()
     ]
 

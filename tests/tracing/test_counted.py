@@ -120,8 +120,8 @@ def test_a_plan_counts_the_share_that_is_selected():
     """Experts of one loop share the tokens evenly; labels are those of the example."""
     plan = autopart.plan(Model(RowsAdded), "dp2", example_kwargs=batch())
     selected = (batch()["labels"] != -100).double().mean().item() * 100
-    assert f"{2 * EXPERTS} selections by values (a mask, nonzero) counted as 25 % of the elements" in plan.notes
-    assert f"1 selection by values (a mask, nonzero) counted as {selected:.3g} % of the elements" in plan.notes
+    assert f"{2 * EXPERTS} selections by values (a mask, nonzero) assumed to select 25 % of the elements" in plan.notes
+    assert f"1 selection by values (a mask, nonzero) assumed to select {selected:.3g} % of the elements" in plan.notes
 
 
 @pytest.mark.large
