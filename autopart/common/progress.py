@@ -2,7 +2,7 @@
 
 A function calls `phase("tracing the model")` when it begins a phase. Inside a `with shown(write)` block, `write` gets
 one line per phase, beginning two seconds after the start of the block. `announce` writes a line without delay. Outside
-of such a block, both calls do nothing.
+of such a block, `phase` and `announce` do nothing.
 """
 
 from __future__ import annotations

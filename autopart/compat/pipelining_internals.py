@@ -1,4 +1,4 @@
-"""Private APIs of torch.distributed.pipelining: schedules, stages, and a 1F1B with separate actions."""
+"""Private APIs of torch.distributed.pipelining: schedules, stages, and a 1F1B run by its caller."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Mesh:
         return next(iter(self.storing()), None)
 
     def stores(self, axis: str) -> bool:
-        """Return True if ZeRO shards parameters over an axis: `dp`, or a flattened axis such as `dp_cp`."""
+        """Return True if ZeRO can shard parameters over an axis: `dp`, or a flattened axis such as `dp_cp`."""
         return mesh_axes_of(axis)[0] == self.data_axis
 
     def stored_over(self, layout: Layout) -> str | None:

@@ -1,6 +1,4 @@
-"""Attention with dropout as one operator.
-
-Each rank draws the dropout mask locally, from a shared seed.
+"""Attention with dropout as one operator, whose dropout mask each rank draws from a shared seed.
 
 On a GPU the operator calls torch's fused kernel. The CPU implementation saves the same tensors for backward: operands,
 output, and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). On the CPU that number is the largest

@@ -156,7 +156,7 @@ def meta_copy_of(
         raise CannotCopy("its copy has other parameters or buffers")
     whole = next((name for name, p in copied.named_parameters() if name in cut and p.untyped_storage().nbytes()), None)
     if whole is not None:
-        raise CannotCopy(f"its copy has a copy of '{whole}'")
+        raise CannotCopy(f"its copy contains a second copy of the parameter '{whole}'")
     held = next((thing for thing in _reachable(copied) if id(thing) in originals), None)
     if held is not None:
         raise CannotCopy(f"its copy still refers to {_spoken(held, model)}")

@@ -387,7 +387,7 @@ REFUSED = {
                         "it draws random numbers, which its backward would draw again"),
     "draws backwards": (lambda y, weight: Draws.apply(y),
                         "it draws random numbers, which its backward would draw again"),
-    "returns None": (lambda y, weight: Any_.apply(y, "returns None")[0], "it returns None, and may return tensors"),
+    "returns None": (lambda y, weight: Any_.apply(y, "returns None")[0], "it returns None; it may return only tensors"),
 }  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 A value that leaves a stage is often replicated over tensor-parallel ranks. Without this method, each of these ranks
 sends the full value over the slow link between stages. With it, each rank sends one shard, and the receivers gather the
-shards over their fast link. `R` becomes `S(d)` before the send (a slice, whose backward is an all-gather) and `R` again
-after it (an all-gather, whose backward is a slice).
+shards over their fast link. The replicated value (`R`) becomes a shard (`S(d)`) before the send, by a slice whose
+backward is an all-gather. After the send it is replicated again, by an all-gather whose backward is a slice.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class SyncMethod(Protocol):
         """Return the bytes that a rank sends to synchronize a vector of `numel` elements."""
 
     def factor_bytes(self, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
-        """Return the bytes of the low-rank factors that represent a rank's shard of a parameter."""
+        """Return the bytes of the low-rank factors (PowerSGD) that represent a rank's shard of a parameter."""
 
     def exchanges(self, of: MethodParameters, num_ranks: Any, several: int) -> Sequence[Exchange]:
         """Return the collectives that the method runs in a step.

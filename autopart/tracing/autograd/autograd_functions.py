@@ -7,8 +7,8 @@ gradients. The operator has no sharding rule, so it is replicated until the user
 The Function is also traced alone, forward and backward. A Function that draws random numbers is rejected. A Function
 that writes to its inputs gets copies of them, and later uses of such an input are rejected.
 
-If both traces contain only pointwise operators on tensors of one shape, the traced operators replace the custom
-operator: they are correct on any shard. The custom operator also gets torch's tag `pointwise`.
+If both traces contain only pointwise operators on tensors of one shape, they are correct on any shard. The custom
+operator then runs these traces instead of the Function, and gets torch's tag `pointwise`.
 
 If the traced backward is not linear in the gradients (it clips them, for example), the operator must not get partial
 sums as gradients (`passes/rules/operators/autograd_function_rules.py`).
@@ -329,7 +329,7 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
             raise _WritesArguments(written)
         for output in _as_tuple(outputs):
             if not isinstance(output, Tensor):
-                raise _lost(user.function, f"it returns {_a(output)}, and may return tensors")
+                raise _lost(user.function, f"it returns {_a(output)}; it may return only tensors")
         single.append(isinstance(outputs, Tensor))
         return user.separate(outputs, inputs)
 

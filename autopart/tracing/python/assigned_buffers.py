@@ -1,5 +1,6 @@
 """Assignments to buffers in a forward (`self.cache = ...`), which a trace would not record.
 
+`AssignedBuffers` converts them into in-place writes, which a trace records.
 A buffer that is None before the first call is a cache: the first call fills it and later calls read it. This is
 allowed if every call would compute the same value. The program then computes the value in every call, and the model's
 own buffer stays None.
