@@ -103,7 +103,7 @@ def _read_options(text: str) -> dict[str, Any] | None:
 def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Callable[[fx.Graph], Any]]:
     """Decorate a function that rewrites one call.
 
-    The result is a pass that applies it to all calls of these operators.
+    The result is a pass that applies the function to all calls of these operators.
     """
 
     def decorate(rewrite: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.Graph], Any]:

@@ -76,7 +76,7 @@ class _FusedKernel:
     def __init__(self) -> None:
         self.read = NOTHING
         self.saved_bytes: set[int] = set()
-        """Bytes of each buffer that the operators saved. The kernel can overwrite a buffer as large as its output."""
+        """Bytes of each buffer that the operators saved. The kernel can write its output to a buffer of equal size."""
 
     def add(self, read: Size, saved: Iterable[MemoryBuffer]) -> None:
         """Add an operator to the kernel.

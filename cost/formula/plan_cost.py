@@ -118,7 +118,7 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def table(self) -> Table:
-        """The cost table with the plan's operators. Raises PlanError for a plan without a cost table."""
+        """The FLOPs and bytes of the plan's operators. Raises PlanError for a plan without a cost table."""
         from autopart.cost.predict.table_data import from_data
 
         data = self.plan.timing.get("table") if self.plan is not None else None
@@ -405,6 +405,6 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
 
 
 _MOST_POWER = 8
-"""Searches try powers of two, up to 2 to this power, as numbers of ranks and of microbatches."""
+"""Exponent of the largest power of two that searches try as a number of ranks or microbatches."""
 
 _POINTS = 40

@@ -50,15 +50,15 @@ PARTS: dict[str, Parts] = {
 }
 """{collective: its hops and bytes}.
 
-All other primitives of `autopart.ir.layout` are local and free. A rank of an all-to-all has S / n bytes. A send is the
-slowest hop of a pipeline whose ranks are in k nodes.
+All other primitives of `autopart.ir.layout` are local and free. In an all-to-all, each of n ranks has S / n bytes. A
+send has the cost of the slowest hop of a pipeline whose ranks are in k nodes.
 """
 
 TIME: dict[str, sympy.Expr] = {kind: parts.time_s for kind, parts in PARTS.items()}
 """{collective: its seconds}."""
 
 WIRE_BYTES: dict[str, sympy.Expr] = {kind: parts.bytes.subs({k: 1, g: n}) for kind, parts in PARTS.items()}
-"""{collective: bytes that each rank sends}. They do not depend on the number of nodes."""
+"""{collective: bytes that each rank sends}. These bytes do not depend on the number of nodes."""
 
 _TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "math") for kind, time in TIME.items()}
 _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}

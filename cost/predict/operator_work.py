@@ -62,7 +62,7 @@ If several axes of a mesh shard a kind, the innermost of them counts.
 
 
 def chosen_ranks(mesh: Mesh) -> dict[str, int]:
-    """Return the number of ranks of a mesh on each axis of `CHOSEN`.
+    """Return the number of ranks of a mesh on its tensor, context and expert axes (`CHOSEN`).
 
     >>> chosen_ranks(Mesh.parse("dp2,cp4"))
     {'tp': 1, 'cp': 4, 'ep': 1}

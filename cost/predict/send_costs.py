@@ -53,7 +53,9 @@ class BoundaryBytes(NamedTuple):
 
 
 def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int, float, float]:
-    """Return (1, bytes that a rank sends, seconds) of one all-gather of values that were sent as shards.
+    """Return the cost of one all-gather of values that were sent as shards.
+
+    Returns (number of all-gathers: 1, bytes that a rank sends, seconds).
 
     Args:
         size_bytes: bytes of the full values.

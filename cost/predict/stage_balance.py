@@ -34,7 +34,7 @@ TIME_TOLERANCE = 0.015
 """Share by which the slowest stage may be slower than possible, if the partition is more even or sends less."""
 
 BOUND = 1.018
-"""Maximum time of the slowest stage, as a multiple of the lower bound of a stage's load.
+"""Maximum time of the slowest stage, as a multiple of a lower bound of the largest stage load.
 
 This limit holds in addition to `TIME_TOLERANCE`, if a partition that meets it exists.
 """

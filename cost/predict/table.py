@@ -213,7 +213,7 @@ class TableCost:
         return [self._row(row) for row in self.table.rows]
 
     def times_of(self, row: OperatorRow) -> Sizes:
-        """Return each size divided by the reference size at which a row was counted."""
+        """Return each size of the setting (`b`, `s`, ranks) divided by the size at which a row was counted."""
         return self.tail_times if row.once else self.times
 
     @cached_property

@@ -369,7 +369,7 @@ def _new_atom(size: int, batch: int, kind: str) -> Atoms:
 
 
 def _resized(atoms: Atoms, size: int) -> Atoms:
-    """Return `atoms` if the product of their sizes is `size`, else one atom of this size.
+    """Return `atoms` (factors of a dim) if their product is `size`, else one atom of this size.
 
     The product differs if the tensor is concatenated with other tensors along the dim.
     """

@@ -125,7 +125,7 @@ def _longest(
 
 
 def _is_chain(run: _RepeatedRun, reads: Sequence[Sequence[int]]) -> bool:
-    """Return True if every copy uses a value of the copy before it."""
+    """Return True if every copy of a repeated block uses a value of the copy before it."""
     return all(
         any(begin - run.period <= source < begin for i in range(begin, begin + run.period) for source in reads[i])
         for begin in range(run.start + run.period, run.stop, run.period)

@@ -213,7 +213,7 @@ class _Along:
         )
 
     def _in_place(self, node: fx.Node, output: Any) -> Dims:
-        """Return the dims of the output of an operator without a rule. Each dim has one atom.
+        """Return the dims of the output of an operator without a sharding rule, each as one factor (atom).
 
         An output dim is a sequence dim if an input's dim at the same index is one.
         """
@@ -229,7 +229,7 @@ def _is_along(atoms: Atoms) -> bool:
 
 
 def _sized(atoms: Atoms, size: int) -> Atoms:
-    """Return `atoms` if the product of their sizes is `size`, else one atom of this size."""
+    """Return `atoms` (factors of a dim) if their product is `size`, else one atom of this size."""
     if math.prod(atom.size for atom in atoms) == size:
         return atoms
     return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)

@@ -158,7 +158,7 @@ def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Upcast the operands of a call that are still float32, if all operands were traced in one precision.
+    """Cast the operands of a call that are not float64 yet, if all operands were traced in one precision.
 
     Such operands depend on no input (`zeros`, position ids).
     """

@@ -31,7 +31,7 @@ _SHAPE_ALONE = frozenset(
 )  # fmt: skip
 """Random operators that use only the shape, dtype and memory layout of their first argument.
 
-`bernoulli` with a number `p` is another one.
+`bernoulli` with a number `p` is another such operator.
 """
 
 

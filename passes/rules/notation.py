@@ -84,7 +84,7 @@ class Rule:
 
     @property
     def is_for_sharding(self) -> bool:
-        """True if the row has a sharding rule. A row without one has only costs."""
+        """True if this row of the operator table has a sharding rule. All other rows have only costs."""
         return bool(self.text) or self.of_call is not None
 
     def fit(self, node: fx.Node) -> Pattern | None:

@@ -39,7 +39,7 @@ A factor that a rule lacks (`g`, `r`: grouped heads) has size 1.
 _REMADE = CostNotes(joins="remade")
 """Cost of operators that torch.compile fuses, and recomputes in backward if that saves memory.
 
-Elementwise operators and views have it too (`get_default_op_list` in torch/_functorch/partitioners.py).
+Elementwise operators and views have this cost too (`get_default_op_list` in torch/_functorch/partitioners.py).
 """
 _ARITHMETIC = CostNotes(gradients="each")
 

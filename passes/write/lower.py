@@ -436,7 +436,8 @@ class _Writer:
     def _in_prologue(self, node: fx.Node, stage: StageDraft) -> fx.Node:
         """Return the node that computes a full value in the stage's prologue.
 
-        Add it and its inputs if they are missing.
+        The prologue is a graph that runs once per call, before the first microbatch. If the node or its inputs are
+        missing in the prologue, this function adds them.
         """
         if node not in stage.whole:
             if node.op == "get_attr":

@@ -43,8 +43,9 @@ def tail_of(chosen: Mapping[fx.Node, Strategy], mixing: Iterable[fx.Node]) -> fr
 def _runs_in_tail(node: fx.Node, strategy: Strategy, tail: Set[fx.Node]) -> bool:
     """Return True if an operator that computes an input of the tail runs in the tail too.
 
-    This holds for a value whose size differs between microbatches, because a mask selects its elements. It also holds,
-    if only the tail uses the value, for views and for values that are equal in all microbatches (`logit_scale.exp()`).
+    The tail runs once for all microbatches. The result is True for a value whose size differs between microbatches,
+    because a mask selects its elements. If only the tail uses the value, the result is also True for views, and for
+    values that are equal in all microbatches (`logit_scale.exp()`).
     """
     if any(map(selections_in, facts(node)["atoms"])):
         return True

@@ -42,7 +42,10 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
-"""Weight of matrix FLOPs that the axis does not shard, relative to the cost of all communication."""
+"""Factor in the objective for matrix FLOPs that the axis does not shard.
+
+A factor of 1 would make these FLOPs as important as all communication. With this factor, sharding FLOPs comes first.
+"""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
@@ -123,8 +126,8 @@ class ShardingCost:
 def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: CostedStep) -> bool:
     """Return True if latency takes most of the time of an all-reduce of a typical value.
 
-    The model is then a small test model. Its cheapest plan would not suit the full-size model; for example, it gathers
-    the logits.
+    The model is then assumed to be a small test model. Its cheapest plan would not suit the full-size model, because
+    it gathers the logits, for example.
     """
     values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
     sizes = np.repeat(

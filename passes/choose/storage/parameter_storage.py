@@ -140,7 +140,8 @@ def stored_tensors(
 def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> SyncMethod | None:
     """Return the `dp_sync` method that reduces a parameter's gradient; None for an exact reduction.
 
-    With `zero=1` the gradient is unsharded until the end of a step, so a method can be used.
+    A method, such as `powersgd` or `gossip`, needs the unsharded gradient. With `zero=1`, the gradient is unsharded
+    until the end of a step, so a method can be used.
 
     Args:
         summed: axes on which the gradient is a partial sum.

@@ -42,7 +42,7 @@ def _where(call: LocalCall) -> fx.Node:
 
 @dataclass(frozen=True)
 class SelectionTie:
-    """Relation between a tensor and a boolean mask whose selected elements are read from the tensor.
+    """Relation between a tensor and the boolean mask that selects elements of the tensor.
 
     Args:
         selected: factors of the dim of selected elements.
