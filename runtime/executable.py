@@ -50,7 +50,7 @@ _MAX_PIPELINES = 8
 
 
 class Executable:
-    """Runs one program on this rank: forward, or a training step.
+    """Runs one program on this rank: the forward, or a training step.
 
     Args:
         parameters: {name: local parameter}, shared with the executables of other programs.
@@ -102,7 +102,7 @@ class Executable:
         self._in_use: Program | None = None
 
     def use(self, program: Program) -> None:
-        """Run the following calls with the sizes of this program, which has the same graphs."""
+        """Switch to a program with other input sizes that shares this program's graphs, for the next calls."""
         if program is self._in_use:
             return
         self._in_use = program
@@ -113,7 +113,10 @@ class Executable:
         self.pipeline = self._pipeline_of(program)
 
     def _pipeline_of(self, program: Program) -> Pipeline | None:
-        """Return the pipeline for the shapes that stages of this program send; None if the mesh has no `pp`."""
+        """Return the pipeline for a program, cached by the shapes that its stages send.
+
+        Returns None if the mesh has no `pp`.
+        """
         if "pp" not in self.process.groups:
             return None
         schedule = self.schedule or default_schedule(program)
@@ -126,7 +129,9 @@ class Executable:
         return pipeline
 
     def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
-        """Return the model's flat outputs for the global batch. Differentiable if the mesh has no pipeline.
+        """Run a forward. Return the model's flat outputs for the global batch.
+
+        The outputs are differentiable if the mesh has no pipeline.
 
         Raises InputError if `comparison` finds that ranks make different calls.
         """
@@ -156,7 +161,7 @@ class Executable:
 
         Args:
             scaling: dynamic loss scaling. If a gradient is not finite, every `.grad` becomes None, including gradients
-                of earlier calls. Then the optimizer's step changes nothing.
+                of earlier calls. The next step of the optimizer then changes nothing.
 
         Returns:
             The loss and the program's other outputs, for the global batch, detached.
@@ -174,7 +179,7 @@ class Executable:
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """Prepare graphs for a `with` block, so that their backward reduces the gradients of the parameters."""
+        """Context manager in which graphs run so that their backward reduces the gradients of parameters."""
         buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
         try:
             for bucket in buckets:
@@ -228,7 +233,10 @@ class Executable:
 
     @contextmanager
     def reduce_during_backward(self) -> Iterator[None]:
-        """Reduce gradients while backwards run in this `with` block. At its end all reductions are complete."""
+        """Context manager that reduces gradients while backwards run in it.
+
+        At its end, all reductions have finished.
+        """
         reducers = [module.reducer for module in self.modules]
         self.reductions.clear()
         try:
@@ -259,7 +267,7 @@ class Executable:
         return loss.detach(), *other_outputs
 
     def _chain(self, microbatch: int) -> tuple[Any, ...]:
-        """Run one microbatch through all stages. Used if this rank has all stages."""
+        """Run one microbatch through all stages, on a rank that has all stages."""
         values: tuple[Any, ...] = ()
         for module in self.modules:
             values = module.run(values, microbatch)
@@ -300,11 +308,10 @@ class Executable:
 
     @contextmanager
     def loaded(self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True) -> Iterator[None]:
-        """Load the inputs of a call into the stages, for a `with` block.
+        """Context manager that loads the inputs of a call into the stages, and unloads them at its end.
 
         Args:
-            sends: True if graphs communicate in the block. Then the comparison of the ranks' calls is finished before
-                it.
+            sends: True if graphs communicate in the block. The comparison of the ranks' calls is then finished first.
         """
         device = self.process.device
         local_inputs = move_to_device(device, self.program, inputs)
@@ -342,10 +349,10 @@ class Executable:
 
     @contextmanager
     def _fresh_gradients(self, hooks: DeferredHooks, every: bool) -> Iterator[None]:
-        """Set `.grad` of parameters to None for a `with` block, and add the earlier gradients at its end.
+        """Context manager that sets `.grad` of parameters to None, and adds the earlier gradients at its end.
 
-        Applies to parameters whose gradients are reduced or that have hooks. For other parameters, autograd
-        accumulates into the earlier `.grad`.
+        It applies to parameters that have hooks or whose gradients are reduced, because hooks and reductions must get
+        only the new gradients. For other parameters, autograd accumulates into the earlier `.grad`.
 
         Args:
             every: True to apply it to all parameters.
@@ -368,7 +375,7 @@ class Executable:
 def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
     """Move the inputs of a call to the device of this rank.
 
-    Dropout seeds stay on the CPU, because CPU code reads them. Reading them from a GPU would synchronise with the GPU.
+    Dropout seeds stay on the CPU, because CPU code reads them. Reading them from a GPU would wait for its kernels.
     """
     return [
         value.to(device) if isinstance(value, Tensor) and name != SEEDS else value
@@ -383,9 +390,9 @@ def has_collectives(stage: Stage) -> bool:
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """Finish the comparison of the ranks' calls if this `with` block, which runs a call, fails.
+    """Context manager for running a call. If it fails, the comparison of the ranks' calls is finished.
 
-    If the ranks passed different arguments, the error that names these arguments replaces the original error.
+    If ranks passed different arguments, the comparison raises an error that names them, in place of the original error.
     """
     try:
         with explain_missing_operators():

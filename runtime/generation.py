@@ -28,7 +28,7 @@ class GenerateMethods(nn.Module):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate tokens, as `generate` of the original transformers model. A collective call.
+        """Generate tokens, like `generate` of the original transformers model. A collective call.
 
         Every rank passes the same arguments and gets the same tokens. The model runs in eval mode, with the current
         weights. Greedy decoding and sampling are supported. With `rng="exact"` sampling draws from torch's default
@@ -58,7 +58,7 @@ class GenerateMethods(nn.Module):
 
     @contextmanager
     def _sampling_state(self) -> Iterator[None]:
-        """Seed torch's default generators equally on all ranks in a `with` block, unless `rng="exact"`."""
+        """Context manager that seeds torch's default generators equally on all ranks, unless `rng="exact"`."""
         if self._compiler.options.rng == "exact":
             yield
             return

@@ -2,8 +2,8 @@
 
 The stage graphs are interpreted node by node. Each value is a list of local tensors, one for each rank of the stage. A
 collective is a function of the local tensors of all ranks of a group, with the same arithmetic as on process groups.
-Its autograd function takes and returns such a list. So one `torch.autograd.backward` over the losses of all ranks
-computes the gradients of every rank.
+Its autograd function takes and returns the tensors of all ranks. One `torch.autograd.backward` over the losses of all
+ranks therefore computes the gradients of every rank.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def run_lockstep(
 ) -> dict[int, list[tuple[Any, ...]]]:
     """Run every rank, stage and microbatch of `program` on the global `inputs`.
 
-    Differentiable. Without grad mode each value is freed after its last use.
+    The outputs are differentiable. In `torch.no_grad()`, each value is freed after its last use.
 
     Args:
-        parameters: {rank: {name: local tensor}}, as from `shard_state.shard_parameters`. If the model updates a
+        parameters: {rank: {name: local tensor}}, as `shard_state.shard_parameters` returns. If the model updates a
             parameter in its forward, the local tensors are changed in place.
         buffers: {name: tensor}, equal on every rank. They are not changed.
-        inputs: in the order of `program.input_names`.
+        inputs: inputs of the global batch, in the order of `program.input_names`.
         on_value: function that is called after every node.
         stage_style: assignment of stages to ranks, "loop" or "V".
         primitives: collectives on lists, instead of `LIST_PRIMITIVES`.
@@ -110,9 +110,9 @@ def run_lockstep(
 def _prologue_values(
     stage: Stage, device: torch.device, buffers: Mapping[str, Tensor], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Run a stage's prologue (its part on the global batch) with an fx interpreter.
+    """Run a stage's prologue (the part that runs on the global batch) with an fx interpreter.
 
-    It runs only once, so interpreting it takes less time than generating code.
+    A prologue runs only once here, so interpreting it takes less time than generating code.
     """
     run = fx.Interpreter(bind(stage.prologue, {}, {}, device, buffers, module_type=LazyGraphModule))
     run.extra_traceback = False
@@ -123,7 +123,7 @@ def _prologue_values(
 def _run_tail(
     program: Program, run: _StageRun, sent: Mapping[int, list[tuple[Any, ...]]], on_value: OnValue | None
 ) -> dict[int, list[tuple[Any, ...]]]:
-    """Merge the values that the last stage sends for all microbatches, and run the tail once on them.
+    """Merge the microbatches of the values that the last stage sends, and run the tail once on them.
 
     The tail is the part of a model that needs all microbatches, such as a contrastive loss.
 
@@ -154,7 +154,7 @@ def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tens
 
 
 def _rank_copies(values: Sequence[Any]) -> list[Any]:
-    """Copy the values that require a gradient, so that each rank has separate gradients."""
+    """Copy the values that require a gradient, so that this rank gets gradients of its own."""
     return [v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
 
@@ -183,7 +183,7 @@ class _StageRun:
         self.last_uses = _last_uses(self.graph)
 
     def _common_mask_structures(self, sizes: Mapping[str, int]) -> dict[str, MaskStructure]:
-        """Return {mask: structure} of masks with the same structure on all ranks and microbatches."""
+        """Return {mask: structure} of masks whose structure is equal on all ranks and in all microbatches."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage), sizes)
         mask_structures = [
@@ -231,7 +231,7 @@ class _StageRun:
     ) -> dict[fx.Node, PerRank]:
         """Run a recompute region on all ranks and return its outputs.
 
-        `on_node` is called after each node in forward, not when the backward recomputes the region.
+        `on_node` is called after each node in the forward. It is not called when the backward recomputes the region.
         """
         members = set(nodes)
         region_inputs = {used: values[used] for node in nodes for used in node.all_input_nodes if used not in members}
@@ -282,14 +282,14 @@ class _StageRun:
 
 
 def _of_group(argument: Any, values: Mapping[fx.Node, PerRank], group: Sequence[int]) -> Any:
-    """Return an argument of a collective on a group of ranks: a list of tensors, or one number."""
+    """Return an argument of a collective for a group of ranks: a list of the ranks' tensors, or a number."""
     if isinstance(argument, fx.Node) and isinstance(values[argument][group[0]], Tensor):
         return [values[argument][rank] for rank in group]
     return fx.map_arg(argument, lambda node: values[node][group[0]])
 
 
 def _sum_along(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Sum the values of each group of ranks along a mesh axis."""
+    """Sum values along a mesh axis. Return {rank: sum over the ranks that differ on this axis only}."""
     groups = groups_along(mesh, list(values), axis)
     return {rank: torch.stack([values[peer] for peer in group]).sum(0) for group in groups for rank in group}
 
@@ -316,7 +316,7 @@ def convert_list(
     operator: str, values: Sequence[Tensor], *arguments: Any, primitives: Primitives | None = None,
     dtypes: Dtypes = (None, None),
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Apply a collective operator for all ranks of one group.
+    """Apply a collective operator to the local tensors of all ranks of one group. Return their results.
 
     The operator is `torch.ops.autopart.<operator>(x, axis, *arguments, dtype=, grad_dtype=)`. `values` has the `x` of
     each rank. A tensor in `arguments` is also passed as a list over the ranks.

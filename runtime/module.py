@@ -78,7 +78,7 @@ Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class ProgramSource(Protocol):
-    """Interface through which a ParallelModule gets the program of a call. It traces calls that are new.
+    """Interface from which a ParallelModule gets the program of a call. It traces new calls.
 
     Equal calls get the same Program object, which can depend on values of the module's `buffers`.
     """
@@ -105,7 +105,7 @@ class ProgramSource(Protocol):
     def written(self) -> Collection[str]:
         """Names of frozen parameters that the model writes in its forward.
 
-        The partitioned module has them as buffers.
+        The partitioned module registers them as buffers.
         """
 
     @property
@@ -113,7 +113,7 @@ class ProgramSource(Protocol):
         """Text that lists Python values of the model that have changed since the last call was traced."""
 
     def agreed(self) -> Mapping[str, str]:
-        """{name: text} of versions, options and the plan. Ranks compare the texts, which must be equal."""
+        """{name: text} of versions, options and the plan. The texts must be equal on all ranks."""
 
 
 class ParallelModule(
@@ -203,8 +203,8 @@ class ParallelModule(
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for the global batch, on every rank.
 
-        Without a pipeline axis the call is differentiable. After `loss.backward()` the gradients of this rank's
-        parameters and of inputs are complete. So the module can be part of a larger model.
+        Without a pipeline axis the call is differentiable, so the module can be part of a larger model. After
+        `loss.backward()`, the gradients of inputs and of this rank's parameters are complete.
 
         With a pipeline axis the call runs without gradients, and `backward()` of its output raises an error. Use `step`
         to train.
@@ -243,18 +243,18 @@ class ParallelModule(
         Adds complete gradients to `.grad` of this rank's parameters. Returns the loss of the global batch on every
         rank, as a detached scalar, because its backward has run. A batch of a new shape is traced at its first call.
 
-        With `schedule="1f1b_2bw"` loss and gradients are those of the previous batch. The first call adds no gradient
-        and returns NaN. `flush()` finishes the last batch.
+        With `schedule="1f1b_2bw"`, `step` adds the gradients and returns the loss of the previous batch. The first call
+        adds no gradient and returns NaN. `flush()` finishes the last batch.
 
         Args:
             loss_fn: computes the loss as `loss_fn(outputs, target)`, for a model that returns no loss. It is traced
                 with the model.
             loss_scale: a number, or a tensor with one entry. The step adds the gradients of `loss_scale` times the
                 loss. The returned loss and earlier gradients in `.grad` are not multiplied. With `precision="fp16"`,
-                `step` also applies `pm.loss_scale`, a separate factor, and divides the gradients by it again. If a
-                gradient is then not finite, every `.grad` is None.
-            num_tokens: number of labels in all batches whose gradients are accumulated, for a loss that is a mean over
-                labels. Loss and gradients are then sums over this batch's labels, divided by this number.
+                `step` also multiplies the loss by `pm.loss_scale`, and divides the gradients by it again. If a gradient
+                is then not finite, every `.grad` is None.
+            num_tokens: for gradient accumulation with a loss that is a mean over labels: number of labels in all
+                accumulated batches. Loss and gradients are then sums over this batch's labels, divided by this number.
             outputs: True to return `(loss, outputs)` on every rank. `outputs` are the model's outputs for the global
                 batch, detached.
         """
@@ -287,7 +287,7 @@ class ParallelModule(
 
     @meeting
     def full_state_dict(self) -> dict[str, Any]:
-        """Return {name: full tensor} on every rank, as the original model's `state_dict`. A collective call."""
+        """Return the original model's `state_dict` with full tensors, on every rank. A collective call."""
         program = self._traced("full_state_dict")
         self._replicas.check_before("full_state_dict", program, self._local_parameters)
         stage_style = stage_style_of(self._schedule)
@@ -308,7 +308,7 @@ class ParallelModule(
     def full_grads(self) -> dict[str, Tensor]:
         """Return {name: full gradient} on every rank. A collective call.
 
-        Names are those of the model's `named_parameters`. Parameters without a gradient are left out.
+        The names are as in the model's `named_parameters`. Parameters without a gradient are left out.
         """
         program = self._traced("full_grads")
         check_reduced(self._process, "full_grads()")
@@ -335,9 +335,9 @@ class ParallelModule(
 
     @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's shards by name; `full_state_dict` has the full tensors.
+        """Return {name: this rank's shard}. `full_state_dict` returns full tensors.
 
-        `torch.distributed.checkpoint` saves the shards as shards of the model's tensors, and loads them on any mesh.
+        `torch.distributed.checkpoint` saves these as shards of the model's tensors, and can load them on any mesh.
 
         Example:
             torch.distributed.checkpoint.save({"model": pm.state_dict()}, checkpoint_id="step100")
@@ -353,8 +353,8 @@ class ParallelModule(
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights by the model's names. A value is this rank's shard or the full tensor.
 
-        Names of other stages' parameters are accepted. Raises OptionError for `assign=True`. Otherwise it returns and
-        raises as `nn.Module.load_state_dict`.
+        Names of parameters that are on other stages are accepted. Raises OptionError for `assign=True`. Otherwise it
+        behaves like `nn.Module.load_state_dict`.
         """
         self._traced("load_state_dict()")
         self._in_flight.check_landed("load_state_dict()")
@@ -388,9 +388,9 @@ class ParallelModule(
 
     @contextmanager
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Trace a call in this `with` block. If the trace fails, compare the call with those of other ranks.
+        """Context manager for a trace of a call. If it fails, the call is compared with other ranks' calls.
 
-        The trace can succeed on other ranks, whose inputs may have other shapes. Then all ranks raise an error that
+        Other ranks may pass inputs of other shapes, with which the trace succeeds. All ranks then raise an error that
         shows the difference.
         """
         try:
@@ -419,7 +419,7 @@ class ParallelModule(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
-        """Return the executable for a call, and the comparison of the call between ranks (already started)."""
+        """Return (executable for a call, started comparison of the call between ranks)."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values + (", inside no_sync()" if self._unreduced.is_open else "")
         tensors = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
@@ -475,8 +475,8 @@ class ParallelModule(
     def _adopt(self, program: Program) -> Program:
         """Make `program` the current program, and register its new parameters and buffers.
 
-        Parameters of earlier programs keep their layouts. Returns `program` with these layouts. If this rank's stages
-        use no parameter, registers an empty placeholder.
+        Parameters that an earlier program uses keep their layouts. Returns `program` with these layouts. If this rank's
+        stages use no parameter, an empty placeholder parameter is registered.
         """
         model = self._source.model
         check_exact(program, self._process.device)
@@ -529,7 +529,7 @@ class ParallelModule(
         self._lookups: Recent[LookupChecks] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
-        """Create the objects that count steps or store gradient state, for a module that has run no step."""
+        """Create new objects that count steps or store gradient state, as for a module that has run no step."""
         stage_style = stage_style_of(self._schedule)
         self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)

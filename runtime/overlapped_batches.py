@@ -33,7 +33,7 @@ class StepRunner(Protocol):
 
 
 class OverlappedBatches:
-    """Batches of a module that are in flight between calls. This base class has no such batches.
+    """Batches that are in flight between calls of a module. This base class never has such batches.
 
     Args:
         schedule: the module's schedule.
@@ -45,19 +45,22 @@ class OverlappedBatches:
 
     @property
     def is_cold(self) -> bool:
-        """True if the executable of the batch in flight has not finished a batch before."""
+        """True if the executable of the batch in flight has not finished a batch yet, so it may still compile."""
         return False
 
     @property
     def needs_own_programs(self) -> bool:
-        """True if programs of different sizes must not share graphs, because batches of two can run at once."""
+        """True if programs of different sizes must not share graphs.
+
+        Under the schedule, batches of two programs can be in flight at once.
+        """
         return False
 
     def bind(self, program: Program, make: Callable[..., Executable]) -> StepRunner:
-        """Return an object that runs training steps of a program on this rank.
+        """Return the object that runs the training steps of a program on this rank.
 
         Args:
-            make: function that creates an executable for `parameters={name: tensor}`.
+            make: function that creates an executable. Its argument is `parameters={name: tensor}`.
         """
         return make(parameters=self.parameters)
 
@@ -74,11 +77,11 @@ class OverlappedBatches:
     def drain(self) -> None:
         """Finish the batch in flight, if there is one. A later call adds its gradients to `.grad`.
 
-        Every rank must call this between the same two calls of the module.
+        All ranks must call this at the same position in their sequence of calls.
         """
 
     def drained_on_error(self) -> AbstractContextManager[None]:
-        """Finish the batch in flight if this `with` block fails, because other ranks finish it too."""
+        """Context manager that finishes the batch in flight if its block fails, as other ranks do."""
         return nullcontext()
 
     def check_landed(self, what: str) -> None:
@@ -109,9 +112,9 @@ class FlushMethods:
     def flush(self) -> Tensor:
         """Finish the last batch under `schedule="1f1b_2bw"`.
 
-        Under this schedule `step` adds the gradient of the previous batch to `.grad`. This call adds the last batch's
-        gradient and returns its loss, a detached scalar on every rank; NaN if no batch has started. Raises UsageError
-        under another schedule. A collective call.
+        Under this schedule, `step` adds the gradient of the previous batch to `.grad`. `flush` adds the gradient of the
+        last batch. It returns the loss of that batch on every rank, as a detached scalar, or NaN if no batch has
+        started. Raises UsageError under another schedule. A collective call.
 
         Example:
             for batch in batches:

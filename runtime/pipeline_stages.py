@@ -1,4 +1,4 @@
-"""Pipeline stages of a rank, run by schedules of `torch.distributed.pipelining`, or only forward."""
+"""Pipeline stages of a rank, and their execution by schedules of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class _BoundGraph(NamedTuple):
     """A stage graph that is prepared to run on this rank.
 
     Attributes:
-        blocks: blocks of weights that are unsharded before their use (ZeRO 3).
-        names: keyword inputs of the graph.
+        blocks: with ZeRO-3: the blocks of the graph, whose weights are unsharded before use.
+        names: names of the keyword inputs of the graph.
     """
 
     graph: fx.GraphModule
@@ -67,7 +67,7 @@ class _Loaded:
     """Inputs and results of a stage during one call.
 
     Attributes:
-        arguments: keyword inputs of each microbatch.
+        arguments: {name: keyword input of the stage graph} of each microbatch.
         mask_structures: mask structures (such as causal) of each microbatch.
         graphs: for each microbatch, the graph that is specialised to its mask structures.
         prologue_updates: new buffer values that the prologue has computed.
@@ -123,8 +123,8 @@ class StageModule(nn.Module):
     def needs_full_backward(self) -> bool:
         """True if the backward must not be split into input gradients and weight gradients.
 
-        A split backward would recompute regions once for the inputs, and again for each weight. A compiled graph has
-        only one backward.
+        A split backward would recompute each region (activation checkpointing) for the inputs, and again for each
+        weight. A compiled graph has only one backward.
         """
         return (
             self.compiled
@@ -159,13 +159,13 @@ class StageModule(nn.Module):
         return self.specialized_graphs.get(mask_structures, write)
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Compile a rank's graph, or wrap each recompute region in one checkpointed call."""
+        """Compile a stage graph for this rank, or wrap its recompute regions in checkpointed calls."""
         if self.compiled:
             return compiled(graph, serves_all_sizes=self.program.shared_graphs is not None)
         return with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
-        """Compute this stage's inputs from the global batch, and split them into this rank's microbatches."""
+        """Run the prologue on the global batch, and split its results into this rank's microbatches."""
         self.constants.use(self.program.sizes)
         values = self.prologue(*inputs, *self.program.sizes.values())
         count = len(self.stage.inputs)
@@ -182,7 +182,7 @@ class StageModule(nn.Module):
         self.loaded = _Loaded(used_arguments, mask_structures, graphs, prologue_updates=values[count:])
 
     def use(self, program: Program) -> None:
-        """Run the following calls with the sizes of this program, which has the same graphs."""
+        """Switch to a program with other input sizes that shares this program's graphs, for the next calls."""
         self.program, self.stage = program, program.stages[self.stage.index]
 
     def unload(self, failed: bool = False) -> None:
@@ -223,9 +223,10 @@ class StageModule(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """Autograd function: move received values to `device`. Backward moves their gradients back to be sent.
+    """Autograd function: move received values to the device on which the stage computes.
 
-    Gradients become dense and contiguous. Values that the stage does not use get zeros.
+    Its backward moves the gradients back to the device from which they are sent. They become contiguous, and values
+    that the stage does not use get zero gradients.
     """
 
     @staticmethod
@@ -241,7 +242,8 @@ class _Received(torch.autograd.Function):
 class _Sends(torch.autograd.Function):
     """Autograd function: move values to the device from which they are sent.
 
-    Zero-bubble schedules detach the results in place, so a result must not be a view, a parameter or a received value.
+    Zero-bubble schedules detach the results in place. A result is therefore never a view, a parameter or a received
+    value.
     """
 
     @staticmethod
@@ -275,7 +277,11 @@ class Pipeline:
         self.schedule = schedule_class(schedule)(stages[0] if schedule in SINGLE_STAGE else stages, **options)
 
     def use(self) -> None:
-        """Make the stages send to the tail of this pipeline."""
+        """Connect the last stage to this pipeline's tail, before this pipeline runs.
+
+        The tail is the part of a model that runs once for all microbatches. Pipelines for different shapes share the
+        stages, but not the tail.
+        """
         self.modules[-1].tail = self.tail
 
     def _pipeline_stage(self, module: StageModule) -> Any:
@@ -305,7 +311,7 @@ class Pipeline:
         return stage_coordinate(stage, self.program.num_stages, self.process.mesh.size("pp"), self.stage_style)
 
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
-        """Run forward and backward of all microbatches. Gradients are those of `loss_scale` times the loss.
+        """Run forward and backward of all microbatches, for `loss_scale` times the loss.
 
         Returns the outputs of the last stage for each microbatch, and [] on ranks that do not run the last stage.
         """
@@ -320,7 +326,7 @@ class Pipeline:
         return [(loss.detach(), *other_outputs[0][index]) for index, loss in enumerate(losses)]
 
     def run_on_indices(self, losses: list[Tensor] | None = None) -> None:
-        """Run a step of the schedule, with microbatch numbers instead of samples.
+        """Run a step of the schedule, which gets microbatch numbers instead of samples.
 
         Each stage finds the inputs of a microbatch by its number.
         """
@@ -329,7 +335,7 @@ class Pipeline:
             self.schedule.step(microbatch=indices, target=target, losses=losses, return_outputs=False)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """Return the last stage's loss, whose backward multiplies gradients by the loss scale."""
+        """Return the last stage's loss, wrapped so that its backward multiplies gradients by the loss scale."""
         return loss if self.tail is not None else scaled(loss, self.loss_scale)
 
     @torch.no_grad()
@@ -337,8 +343,8 @@ class Pipeline:
         """Run the forward of all microbatches. Return the last stage's outputs for each microbatch.
 
         Ranks without the last stage return []. Each rank runs all microbatches of its first stage, then all of its next
-        stage. With two ranks and several stages per rank, each rank sends to the other rank and receives from it. Then
-        a rank receives everything before it sends, so that the ranks do not wait for each other.
+        stage. With two ranks and several stages per rank, both ranks send to and receive from each other. To avoid a
+        deadlock, each rank then receives all microbatches of a stage before it sends.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1
@@ -394,7 +400,7 @@ class Pipeline:
 
 
 def _num_uses(node: fx.Node) -> int:
-    """Return the number of operators that use a value, directly or after a collective."""
+    """Return the number of operators that use a value, directly or through a collective."""
     return sum(_num_uses(user) if axis_of(user) else 1 for user in node.users)
 
 

@@ -1,9 +1,9 @@
-"""Run of the tail: the operators that combine samples of all microbatches, such as a contrastive loss.
+"""Run of the tail: operators that combine samples of all microbatches, such as a contrastive loss.
 
-The last pipeline stage runs its forward for each microbatch, and keeps the values that the tail uses. After the last
-forward, the values of all microbatches are merged, and the tail runs forward and backward on them. Each microbatch's
-backward of the stage then begins with its part of the gradients of the merged values. The schedule must run all
-forwards before the first backward.
+The last pipeline stage runs its forward for each microbatch, and stores the values that the tail uses. After the last
+forward, the values of all microbatches are merged, and the tail runs forward and backward on them. The backward of the
+stage for a microbatch then begins with this microbatch's part of the gradients. The schedule must run all forwards
+before the first backward.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class TailRun:
-    """The tail of a program on one rank, with the values that it receives in the current step."""
+    """Runs the tail of a program on one rank, with the values that it receives in the current step."""
 
     def __init__(self, module: StageModule):
         self.module, self.program = module, module.program
         self.begin(1.0)
 
     def begin(self, loss_scale: float) -> None:
-        """Begin a step. Its gradients are those of `loss_scale` times the loss."""
+        """Begin a step, in which the tail differentiates `loss_scale` times the loss."""
         self.loss_scale = loss_scale
         self.received: list[tuple[Tensor, ...]] = []
         self.gradients: list[Tensor | None] = []
@@ -39,7 +39,7 @@ class TailRun:
     def receive(self, values: tuple[Tensor, ...]) -> Tensor:
         """Receive the values of the next microbatch. After the last microbatch, run the tail.
 
-        Returns a scalar. Its backward computes the gradients of this microbatch.
+        Returns a scalar from which the stage's backward of this microbatch starts.
         """
         start = _StartBackward.apply(self, len(self.received), *values)
         self.received.append(tuple(value.detach() for value in values))
@@ -71,7 +71,7 @@ class TailRun:
 
 
 class _StartBackward(torch.autograd.Function):
-    """Autograd function: return zero. Its backward passes on the gradients that the tail has computed."""
+    """Autograd function: return zero. Its backward returns the gradients that the tail has computed."""
 
     @staticmethod
     def forward(ctx: Any, tail: TailRun, microbatch: int, *values: Tensor) -> Tensor:

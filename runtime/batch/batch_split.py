@@ -37,7 +37,7 @@ def stage_arguments(
 
     Args:
         values: outputs of the stage's prologue (the graph that computes masks and positions) for the global batch.
-        num_runs: runs of the stage graph per call (`Program.runs_of`).
+        num_runs: number of runs of the stage graph per call: once per microbatch, or once (`Program.runs_of`).
     """
     per_microbatch: list[Arguments] = [{} for _ in range(num_runs)]
     for stage_input, value in zip(inputs, values, strict=True):
@@ -67,8 +67,8 @@ def _block(value: Tensor, dim: int, sections: Sections, num_blocks: int, index: 
 def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Merge the outputs of all microbatches: one tensor per output of the last stage's graph.
 
-    Every microbatch has samples of every data rank. The merged tensor is sorted by data rank: all samples of the first
-    data rank come first. With `local_batch=True` the outputs have only this rank's samples.
+    Every microbatch has samples of every data rank (group of ranks with equal samples). The merged tensor is sorted by
+    data rank, then by microbatch. With `local_batch=True` the outputs have only this rank's samples.
 
     Args:
         outputs: for each microbatch, the outputs of the last stage's graph.
@@ -80,7 +80,7 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
 
 
 def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Merge the microbatches of the values that the last pipeline stage sends to the tail, on one rank.
+    """Merge all microbatches of the values that the last pipeline stage sends to the tail on this rank.
 
     The tail is the part of a model that runs once for all microbatches, such as a contrastive loss.
 
@@ -92,10 +92,10 @@ def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[T
 
 
 def split_for_stage(program: Program, gradients: Sequence[Tensor | None], microbatch: int) -> list[Tensor | None]:
-    """Return the gradients that one microbatch of the last stage gets from the tail (`merge_for_tail`).
+    """Split the gradients of merged values (`merge_for_tail`) for one microbatch of the last stage.
 
     Args:
-        gradients: gradients of the merged values that the tail received.
+        gradients: gradients of the merged values, which the backward of the tail has computed.
     """
     return [
         None if gradient is None else _gradient_of(gradient, placement, program.microbatches, microbatch)
@@ -111,9 +111,10 @@ def _gradient_of(gradient: Tensor, placement: Placement, num_microbatches: int, 
 
 
 def _tail_placements(program: Program) -> list[Placement]:
-    """Return how to merge the microbatches of each value that the tail (`merge_for_tail`) receives.
+    """Return, for each value that the tail receives, a placement that describes how to merge microbatches.
 
-    The result has a placement on `MICROBATCH_AXIS` for each value. Its sections are those of this rank's samples.
+    S means concatenate, P add, R take the first. The tail is the part of a model that runs once for all microbatches.
+    Sections of a placement are for this rank's samples only.
     """
     last, ranks = program.stages[program.num_stages - 1], program.data_parallel_size
     placements = [boundary.layout.get(MICROBATCH_AXIS, R) for boundary in last.sends]
@@ -126,7 +127,10 @@ def _tail_placements(program: Program) -> list[Placement]:
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
-    """Merge one output of all microbatches: concatenate shards, add partial sums, or take the first."""
+    """Merge the values of one output over microbatches.
+
+    Shards are concatenated, and partial sums added. If all values are equal, the first is returned.
+    """
     return _merge(values, layout.get(MICROBATCH_AXIS, R), program.data_parallel_size)
 
 
@@ -142,7 +146,7 @@ def merged_shapes(program: Program) -> list[tuple[int, ...]]:
 
 
 def _microbatch_placements(program: Program) -> list[Placement]:
-    """Return how to merge the microbatches of each output: S (concatenate), P (add), R (take the first)."""
+    """Return, for each output, how to merge microbatches: S (concatenate), P (add), R (take the first)."""
     layouts = {output.position: output.layout for output in program.outputs}
     return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
 

@@ -1,7 +1,7 @@
 """Write the buffers that a model updates in its forward (batch-norm statistics, counters, codebooks).
 
-Buffers are replicated on all ranks. After each forward the ranks of a pipeline stage broadcast the new values of its
-buffers along `pp`, in flat buckets.
+Buffers are replicated on all ranks. After each forward, the ranks of a pipeline stage broadcast the new values of the
+stage's buffers along `pp`, in flat buckets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_buffers(
 ) -> None:
     """Write the new buffer values of all stages into this rank's `buffers`.
 
-    Ranks receive the values of stages that they do not run in a broadcast along `pp`.
+    Each stage's values are broadcast along `pp` to the ranks that do not run the stage.
 
     Args:
         by_stage: {stage: {buffer: new value}} of the stages that run on this rank.

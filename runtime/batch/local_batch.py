@@ -1,8 +1,8 @@
 """Gather the global batch if every rank passes only its own samples (`local_batch=True`).
 
-A stage's prologue is the graph that computes masks, positions and label counts from the global batch. So the inputs
-that it uses, such as tokens and labels, are all-gathered over the data ranks in one collective. Inputs that a prologue
-only splits into samples, such as images in most models, stay local.
+A stage's prologue is the graph that computes masks, positions and label counts from the global batch. The inputs that
+it uses, such as tokens and labels, are therefore all-gathered over the data ranks. Inputs that a prologue only splits
+into samples, such as images in most models, stay local.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from autopart.runtime.comm.process_mesh import Process
 
 
 def globally_used_inputs(program: Program) -> frozenset[str]:
-    """Return the names of the inputs of which every rank needs the samples of all ranks.
+    """Return the names of the inputs that must be all-gathered: every rank needs all samples of them.
 
-    A prologue computes masks or positions from such an input. Token ids that select embedding rows to renormalise
-    (`max_norm`) are included. Prologues return all other inputs unchanged, so these inputs need no all-gather.
+    A prologue (the graph that runs on the global batch) computes masks or positions from such an input, or the input
+    selects embedding rows to renormalise (`max_norm`). All other inputs are only split into samples.
     """
     tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
     used = {program.input_names[position] for table in tables for position in table.reads}
@@ -43,7 +43,7 @@ def globally_used_inputs(program: Program) -> frozenset[str]:
 
 
 class LocalBatch:
-    """Gathering of samples for one program with `local_batch=True`."""
+    """Gathers inputs, and adapts outputs, of one program with `local_batch=True`."""
 
     def __init__(self, program: Program, process: Process):
         assert program.row_inputs is None or not program.copied, "rows of equal number divide over the ranks"
@@ -59,7 +59,7 @@ class LocalBatch:
         return bool(self.gathered_inputs)
 
     def gather_batch(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the inputs of a call, all-gathered over the data ranks.
+        """All-gather the inputs of a call that every rank needs in full. Return all inputs.
 
         Inputs that stay local become `LocalSamples`.
         """
@@ -70,7 +70,7 @@ class LocalBatch:
         return [gathered.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
     def as_loss_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Adapt the outputs of a differentiable call to losses that each rank computes from its own samples.
+        """Adapt outputs so that each rank can compute one term of the loss from them, for its own samples.
 
         The backward of the returned outputs sums the gradients of replicated outputs over the data ranks.
         """
@@ -98,7 +98,7 @@ class LocalBatch:
 def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> list[Tensor]:
     """All-gather the samples of each tensor in rank order.
 
-    The bytes of all tensors are packed into one vector, so there is one all-gather per mesh axis.
+    The bytes of all tensors are packed into one vector, so that each mesh axis needs only one all-gather.
     """
     packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
     rows, gathered = 1, packed
@@ -117,7 +117,7 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
 class _GlobalValue(Function):
     """Autograd function: return the all-gathered tensor `whole` in place of the local input.
 
-    Backward returns the gradient of the local samples.
+    Its backward returns the part of the gradient that belongs to the local samples.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class _GlobalValue(Function):
 
 
 class _LocalSlice(Function):
-    """Autograd function: take one rank's samples of a gathered tensor. Backward all-gathers gradients."""
+    """Autograd function: take this rank's samples of a gathered tensor. Backward all-gathers gradients."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, rows: int, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,14 +1,14 @@
 """Outputs of calls with `local_batch=True`, for losses that users compute from them.
 
-There are three kinds of outputs:
+An output has one of three kinds:
 
 - `ROWS`: this rank's samples.
 - `VALUE`: replicated, and independent of the samples, such as a parameter that the model returns.
 - `SUM`: replicated, and computed from the samples of all ranks, such as a loss or a count.
 
-If a user computes a loss from `ROWS` or `VALUE` outputs, each rank has one term of the total loss. Then backward sums
-the gradients of replicated outputs over all ranks. If a user computes a loss only from `SUM` outputs, every rank has
-the total loss, and gradients need no reduction.
+If a user computes a loss from `ROWS` or `VALUE` outputs, each rank has one term of the total loss. The backward then
+sums the gradients of replicated outputs over all ranks. If a user computes a loss only from `SUM` outputs, every rank
+has the total loss. The gradients of the outputs then need no reduction.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind
 def as_loss_terms(
     outputs: Sequence[Tensor], kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup]
 ) -> list[Tensor]:
-    """Adapt outputs to losses that each rank computes from its own samples.
+    """Adapt outputs so that each rank can compute one term of the loss from them, for its own samples.
 
     The backward of the returned outputs sums the gradients of replicated outputs over the ranks in `groups`.
     """

@@ -1,6 +1,6 @@
 """Checks of token ids and positions against the sizes of embedding tables, before a call communicates.
 
-Without them, only the ranks of the first pipeline stage would raise, and the other ranks would wait for them.
+Without these checks, only ranks of the first pipeline stage would raise, and all other ranks would wait for them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from autopart.runtime.comm.process_mesh import Process
 
 
 class LookupChecks:
-    """Indices that a program's embeddings read, as functions of the inputs of a call.
+    """Checks that the indices of all embeddings of a program are within their tables.
 
-    Indices that depend on no input, such as positions, are checked when a call is traced. If they depend on sizes that
-    the program has as inputs, they are checked when these sizes change.
+    Indices can be inputs, or be computed from inputs. Indices that depend on no input, such as positions, are checked
+    when a call is traced. Indices that depend on sizes which are inputs of the program are checked when these sizes
+    change.
     """
 
     def __init__(self, program: Program, process: Process):
@@ -40,16 +41,17 @@ class LookupChecks:
                 self._computed.append((lookup, index, nodes, used))
 
     def problem(self, inputs: Mapping[str, Tensor]) -> InputError | None:
-        """Return an error if a value of an input of this rank is outside of its table, else None."""
+        """Return an error if an input of this rank has an index outside of its embedding table, else None."""
         if not self._reads_values:
             return None
         errors = (lookup.error(inputs[name], [name], True) for (name, _), lookup in self._of_inputs.items())
         return next((error for error in errors if error is not None), None)
 
     def check_computed(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """Raise InputError if an index that the model computes from the global batch is outside of its table.
+        """Raise InputError if an index that the model computes is outside of its embedding table.
 
         Args:
+            inputs: {name: input} of the global batch.
             sizes: values of the size inputs of the program.
         """
         are_checked = self._checked_sizes == sizes
@@ -69,9 +71,10 @@ class LookupChecks:
 
 
 def _lookups(program: Program) -> Iterator[tuple[Lookup, fx.Node, Mapping[fx.Node, str]]]:
-    """Yield the look-ups of all stages.
+    """Yield (embedding look-up, node that computes its index, input names) for all stages.
 
-    For each look-up: its index in the stage's prologue, and {placeholder of the prologue: input name}.
+    The node is in the stage's prologue, the graph that runs on the global batch. The names are {placeholder of the
+    prologue: name of the program's input}.
     """
     for stage in program.stages:
         outputs: Sequence[Any] = stage.prologue.graph.output_node().args[0]

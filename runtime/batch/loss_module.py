@@ -18,7 +18,7 @@ A larger tensor counts as changed if its version counter has changed.
 
 
 def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return {name in the program: tensor} of a loss module's parameters and buffers.
+    """Return a loss module's parameters and buffers, as {name in the program: tensor}.
 
     The dict is empty if `loss_fn` is not a module.
     """
@@ -35,9 +35,10 @@ class Criterion:
         self._marks = {name: _mark(tensor) for name, tensor in given.items()}
 
     def follow(self, given: Mapping[str, Tensor], before_change: Callable[[], Any]) -> None:
-        """Copy those tensors of the loss module that have changed since the last call to this rank's device.
+        """Update the copies: copy each tensor of the loss module that has changed since the last call.
 
-        `before_change` is called before the first copy, because a step in flight can still use the old values.
+        `before_change` is called before the first copy. It must finish a step in flight, which can still use the old
+        values.
         """
         changed = [name for name, tensor in given.items() if self._differs(name, tensor)]
         if changed:

@@ -15,7 +15,7 @@ from autopart.runtime.comm.process_mesh import Process
 class StepMeter:
     """Counts batches and their time, from the start of a batch to the start of the next one.
 
-    The time of batches that are traced or compiled does not count, nor that of calls without gradients.
+    Batches that are traced or compiled, and calls without gradients, are not measured.
 
     Args:
         num_shards: number of ranks that pass different samples of a batch.
@@ -41,7 +41,7 @@ class StepMeter:
         """Start to measure a batch, and end the previous one.
 
         Args:
-            inputs: tensors of the call; () for a call without gradients.
+            inputs: inputs of the call; () for a call without gradients, which is not measured.
             is_new: True if the call is traced or compiled.
         """
         self._end()
@@ -79,13 +79,13 @@ class MetricsMethods(nn.Module):
     def metrics(self) -> dict[str, float]:
         """Return figures of the training steps since the previous call, in SI units.
 
-        Call it after `optimizer.step()`. A step is one batch with its share of the optimizer, of loading data and of
-        everything else in the loop. Entries that are unknown are left out:
+        Call it after `optimizer.step()`. The time of a step includes the optimizer, data loading and everything else in
+        the loop. Entries that are unknown are left out:
 
         - `steps`, `step_time_s`, `samples_per_s`, `tokens_per_s` of the global batch.
         - `tflops_per_device`, `mfu`: model FLOP/s, and their share of the peak of the plan's hardware.
-        - `predicted_step_time_s`: of the plan, for batches of the plan's size.
-        - `memory_bytes`, `planned_memory_bytes`: peak memory of this rank (on a GPU), and of the plan.
+        - `predicted_step_time_s`: the plan's prediction, if all batches have the size of the planned batch.
+        - `memory_bytes`: peak memory of this rank, on a GPU. `planned_memory_bytes`: the plan's prediction of it.
         """
         meter, device = self._meter, self._process.device
         if device.type == "cuda":
@@ -107,7 +107,10 @@ class MetricsMethods(nn.Module):
 
 
 def _compared(plan: Any, meter: StepMeter, seconds: float, num_ranks: int) -> dict[str, float]:
-    """Return utilization and predicted time. FLOPs of other batch sizes are in proportion to their tokens."""
+    """Return utilization and predicted time, from the plan's FLOPs.
+
+    For batches of other sizes than the planned batch, FLOPs are scaled by the number of tokens.
+    """
     forward_flops, samples, tokens = plan.timing.get("forward_flops"), *batch_size(_shapes(plan))
     if not forward_flops or not samples:
         return {}
@@ -126,9 +129,9 @@ def _shapes(plan: Any) -> Iterable[tuple[list[int], bool]]:
 
 
 def batch_size(shapes: Iterable[tuple[list[int], bool]]) -> tuple[int, int]:
-    """Return (samples, tokens) of inputs, given as (shape, whether it is integer).
+    """Return (samples, tokens) of inputs, which are passed as (shape, True if the dtype is integer).
 
-    Tokens are the entries of the first integer input with two dims; 0 if there is none.
+    The number of tokens is the number of entries of the first integer input with two dims; 0 if there is none.
     """
     shapes = [(shape, is_integer) for shape, is_integer in shapes if shape]
     samples = shapes[0][0][0] if shapes else 0

@@ -1,9 +1,9 @@
 """Asynchronous all-gather, reduce-scatter and all-reduce that overlap with computation.
 
-Gloo's own collectives do more work than needed: its all-gather copies the full tensor once more, and its reduce-scatter
-sends the full tensor to all ranks. Under gloo, these functions send point to point instead. In an all-gather, each rank
-sends its shard to every other rank. In a reduce-scatter, each rank sends chunk i to rank i, which sums the chunks that
-it receives.
+Gloo's collectives do more work than needed: its all-gather copies the full tensor once more, and its reduce-scatter
+sends the full tensor to all ranks. With gloo, the functions of this module use point-to-point sends instead. In an
+all-gather, each rank sends its shard to every other rank. In a reduce-scatter, each rank sends chunk i to rank i, which
+sums all chunks that it receives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Wait = Callable[[], Tensor]
 
 
 def begin_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Start an all-gather of `shard` from all ranks into `gathered`. Return a function that waits for it.
+    """Start an all-gather of all ranks' `shard` into `gathered`. Return a function that waits for the end.
 
     The returned function raises HangError if a rank does not arrive.
     """
@@ -48,7 +48,11 @@ def begin_reduce_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def begin_all_reduce(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
-    """Start an in-place all-reduce over one group after the other. Return a function that waits for it."""
+    """Start an in-place all-reduce over one group after the other. Return a function that completes it.
+
+    The all-reduce over the first group runs asynchronously. The function waits for it, and reduces over the other
+    groups.
+    """
     first, *others = groups
     with watching(first.group_name):
         work = dist.all_reduce(flat, group=first, async_op=True)
@@ -108,7 +112,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def _exchange(rows: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Start to send `rows[i]` to rank i, and to receive `received[i]` from rank i, for all other ranks i.
+    """Start to send `rows[i]` to each other rank i, and to receive `received[i]` from that rank.
 
     Returns a function that waits for all sends and receives.
     """

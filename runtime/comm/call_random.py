@@ -1,8 +1,8 @@
-"""Random numbers of one call. With `rng="exact"` they equal those of a run on a single device.
+"""Random numbers of one call. With `rng="exact"` a single device would draw equal numbers.
 
 A prologue is the part of a stage that runs on the global batch. The prologue of every stage runs all random operators
-of the model, so all prologues start from the same generator state. After the call, the generator has the state of a run
-on a single device, for any number of stages.
+of the model, so all prologues start from one generator state. After the call, the generator has the state that it would
+have after a run on a single device, for any number of stages.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from autopart.tracing.dynamic.host_functions import exchange
 
 
 class HostResults:
-    """Results of a call's host functions (Python functions that use numpy), in the order of the model.
+    """Results of the host functions (Python or numpy code in the model) of one call, in model order.
 
-    Each function runs once on this rank, in the first prologue. Other prologues of the rank get its results.
+    Each function runs once per rank, in the first stage prologue (the part of a stage that runs on the global batch).
+    All other prologues get the stored results. All ranks use the first rank's results.
 
     Args:
-        process: None if one process runs all ranks.
+        process: this rank. None if one process runs all ranks.
     """
 
     def __init__(self, process: Process | None):
@@ -39,9 +40,9 @@ class HostResults:
         self.position = 0
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return the results of the next host function, as the first rank computed them.
+        """Return the first rank's results of the next host function.
 
-        `run`: runs the function on this rank.
+        `run`: function that runs the host function on this rank.
         """
         if self.position == len(self.results):
             results = run()
@@ -66,13 +67,14 @@ def has_host_functions(program: Program) -> bool:
 def one_stream(
     program: Program, inputs: Sequence[Any], device: torch.device, process: Process | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Make the prologues of all stages draw equal random numbers, in a `with` block.
+    """Context manager in which the prologues of all stages draw equal random numbers.
 
-    A prologue is the part of a stage that runs on the global batch. Yields a function that resets the random state. It
-    must be called before each prologue.
+    A prologue is the part of a stage that runs on the global batch. The block gets a function that resets the random
+    state. The function must be called before each prologue.
 
     Args:
-        process: this rank, which receives the first rank's results of host functions. None: all ranks in one process.
+        process: this rank, which receives the first rank's results of host functions. None if one process runs all
+            ranks.
     """
     if program.draws is None:
         yield lambda: None
@@ -141,6 +143,6 @@ def check_same_state(program: Program, process: Process) -> None:
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """Return a seed for random numbers that are drawn once per call, computed from the first of `seeds`."""
+    """Return a seed for the random numbers that are drawn once per call, computed from `seeds[0]`."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

@@ -1,9 +1,9 @@
 """Implementation of the collective operators (`autopart/ops/operators.py`) on process groups.
 
-A stage graph names mesh axes in its collectives. `bind` replaces the axes by the names of process groups, so that the
-graph can run. The operators are CompositeImplicitAutograd around one autograd function, so they print, export and
-compile. The pairs of a forward and a backward collective are from Shoeybi et al. 2019 (arXiv:1909.08053, section 3: f
-and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
+The collectives in a stage graph name mesh axes. `bind` replaces the axes by names of process groups, so that the graph
+can run. The operators are registered as CompositeImplicitAutograd around one autograd function, so graphs with them can
+be printed, exported and compiled. Each operator pairs a forward with a backward collective, as in Shoeybi et al. 2019
+(arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Primitive = Callable[..., Any]
 def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[DimSharding, ...]:
     """Return how a collective operator splits dims of `x` over ranks, as a tuple of `DimSharding`.
 
-    An all-to-all has two splits: of the source dim, whose shards must have equal size, and of the target dim. All other
-    operators have at most one split.
+    An all-to-all splits two dims: the source dim, whose shards must have equal sizes, and the target dim. All other
+    operators split at most one dim.
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
@@ -82,15 +82,18 @@ class _Convert(torch.autograd.Function):
 
 
 def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a gradient in backward, differentiably (`create_graph=True`).
+    """All-reduce a gradient in a backward. The all-reduce is differentiable, for `create_graph=True`.
 
-    The backward of this all-reduce is the identity.
+    Its own backward is the identity.
     """
     return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 
 def communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """Run a functional collective and wait for it. The last of `arguments` is the name of the group."""
+    """Run a functional collective and wait for its result.
+
+    The last of `arguments` is the name of the process group.
+    """
     on_host = x.is_cuda and is_gloo(resolve_group(arguments[-1]), x.device)
     with watching(arguments[-1]):
         result = torch.ops._c10d_functional.wait_tensor(collective(x.cpu() if on_host else x, *arguments))
@@ -173,8 +176,7 @@ PRIMITIVES: dict[str, Primitive] = {
 def _implement_operators() -> None:
     """Register the implementations of `torch.ops.autopart` operators that communicate.
 
-    The `axis` argument of these operators is the name of a process group, once `bind` has prepared a graph for this
-    rank.
+    `bind` has prepared the graph for this rank, so the argument `axis` of the operators is the name of a process group.
     """
 
     def converter(conversion: Conversion) -> Callable[..., Tensor]:
@@ -211,7 +213,7 @@ _implement_operators()
 def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
     """Return a node's arguments with every `torch.device` replaced by `device`.
 
-    Arguments of nodes that the user's model runs on the CPU are not changed.
+    If the user's model runs the node on the CPU, its arguments are not changed.
     """
     if facts(node).get("on_host"):
         return arguments
@@ -227,14 +229,14 @@ def bind(
     unsharded: Collection[str] = (),
     module_type: type[fx.GraphModule] = fx.GraphModule,
 ) -> fx.GraphModule:
-    """Return a copy of a stage's graph that runs on this rank.
+    """Return a copy of a stage's graph that is prepared to run on this rank.
 
     Axis names become names of process groups, `axis_index` becomes an int, and device arguments become `device`.
     Collectives over an axis with one rank are removed.
 
     Args:
         graph_module: the graph. Its attributes that are not in `tensors` are moved to `device`.
-        tensors: {dotted name: tensor} for `get_attr` nodes, so that several copies share one Parameter.
+        tensors: {dotted name: tensor} for `get_attr` nodes, so that several copies of a graph share one Parameter.
         unsharded: names of parameters that are already unsharded when the graph runs. Their all-gathers are removed.
         module_type: class of the copy.
     """
@@ -270,9 +272,9 @@ def _converts_one_of(node: fx.Node, names: Collection[str]) -> bool:
 
 
 def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the module with all weights as direct attributes, without dots in their names.
+    """Move all weights of a graph module to direct attributes, without dots in their names. Return it.
 
-    Each dot in a name costs one attribute lookup in Python per use.
+    Each dot would cost one attribute lookup in Python per use.
     """
     names: dict[str, str] = {}
     free = (name for name in map("weight_{}".format, count()) if not hasattr(module, name))

@@ -14,7 +14,7 @@ _TABLE = threading.Lock()
 
 
 class Caller(NamedTuple):
-    """State of a partitioned model's current call: its thread, the called method, and the call depth."""
+    """Current call of a partitioned model: its thread, the called method, and the depth of nested calls."""
 
     thread: int
     method: str
@@ -23,7 +23,7 @@ class Caller(NamedTuple):
 
 @contextmanager
 def one_caller(process: Any, method: str) -> Iterator[None]:
-    """Mark that this thread runs a collective method, in a `with` block.
+    """Context manager that marks that this thread runs a collective method.
 
     Raises UsageError if another thread runs a collective method, or if a `torch.func` transform calls the method.
     """

@@ -78,7 +78,7 @@ class Process:
     def along(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of a mesh axis, or of several axes that are flattened into one.
 
-        The first call for a flattened axis creates its group, so every rank must make these calls in the same order.
+        The first call for a flattened axis creates its group. All ranks must therefore request new groups in one order.
         """
         if axis in self.groups:
             return self.groups[axis]
@@ -89,8 +89,8 @@ class Process:
     def overlap_group(self, axis: str) -> dist.ProcessGroup:
         """Return a second process group of an axis, for collectives that overlap with those of stage graphs.
 
-        Two collectives of one process group cannot overlap. The first call creates the group, so every rank must make
-        these calls in the same order.
+        Two collectives of one process group cannot overlap. The first call for an axis creates the group. All ranks
+        must therefore request new groups in one order.
         """
         if axis not in self.side_groups:
             self.side_groups[axis] = self._new_group(axis)
@@ -117,12 +117,12 @@ class Process:
         return group
 
     def connect_owners(self, owners: tuple[int, ...]) -> None:
-        """Create the process group of the ranks that store the same tied tensors.
+        """Create the process group of the pipeline ranks that store copies of the same tied tensors.
 
         Every rank must make this call, even a rank that is not in the group.
 
         Args:
-            owners: `pp` coordinates that store the tensors.
+            owners: `pp` coordinates of the ranks that store the tensors.
         """
         if owners in self.connected:
             return
@@ -146,9 +146,9 @@ def meet(
 ) -> Watch | None:
     """Create a CPU process group of all ranks, and wait for all ranks. Return the watchdog of the group.
 
-    Call it before any other group of `mesh` is created. Returns None if `mesh` has one rank. Initializes
-    torch.distributed from torchrun's environment variables if needed, and raises RuntimeSetupError without them.
-    Raises HangError if a rank does not arrive.
+    Call it before any other group of `mesh` is created. Returns None if `mesh` has one rank. If torch.distributed is
+    not initialized, it is initialized from torchrun's environment variables; RuntimeSetupError is raised if they are
+    missing. Raises HangError if a rank does not arrive.
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
@@ -175,8 +175,9 @@ def connect(
 ) -> Process:  # fmt: skip
     """Create the process groups of `mesh`, and return this process as one of its ranks.
 
-    The device is that of `device_mesh`, if there is one. Otherwise it is a GPU if the model is on a GPU or the process
-    group uses nccl, else the CPU. Raises RuntimeSetupError if the number of processes does not fit the mesh.
+    The rank computes on the device of `device_mesh`, if there is one. Otherwise it computes on a GPU if the model is on
+    a GPU or the process group uses nccl, else on the CPU. Raises RuntimeSetupError if the number of processes does not
+    fit the mesh.
 
     Args:
         watch: the watchdog that `meet` returned.
@@ -223,7 +224,7 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
 
 
 def broadcast_from_first(value: Tensor, process: Process) -> None:
-    """Overwrite a CPU tensor by the first rank's. Raises HangError if a rank does not arrive."""
+    """Overwrite a CPU tensor by the first rank's values. Raises HangError if a rank does not arrive."""
     group = process.host_group
     if group is not None:
         finish(dist.broadcast(value, group=group, group_src=0, async_op=True), group)
@@ -233,7 +234,7 @@ def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Ten
     """Start an all-gather of `numbers` over all ranks, on the CPU. Return a function that waits for it.
 
     The function returns a float64 tensor of shape [ranks, numbers], in rank order. It raises HangError if a rank does
-    not arrive. On gloo an all-gather takes half the time of an all-reduce, because it needs half as many messages.
+    not arrive. An all-gather is used because gloo sends half as many messages for it as for an all-reduce.
     """
     mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
     if group is None:
@@ -287,8 +288,8 @@ def _own_group(
     """Create process groups of ranks, and return the group that contains this process.
 
     If the lists cover all processes, every process creates all groups. Otherwise each process creates only its own
-    group. Torch then names the group by the number of groups that the process has created. If the members of a group
-    have created different numbers of groups before, they use different names and wait for each other forever.
+    group, and torch names the group by the number of groups that the process has created. All members of a group must
+    therefore have created equally many groups before. If not, they use different names and wait for each other forever.
 
     Args:
         rank_lists: the ranks of each group. They do not overlap.
@@ -307,11 +308,11 @@ def _own_group(
 
 
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
-    """Return {axis: process group}.
+    """Return {mesh axis: process group of this rank along the axis}.
 
-    Groups come from the device mesh, with two exceptions on the CPU. If an axis has all processes, its group is
-    created again, because the default group has the user's timeout. A `pp` group is created again, because sends and
-    receives use the timeout set at the group's creation.
+    Groups come from the device mesh, with two exceptions on the CPU. For an axis that has all processes, a new group is
+    created, because the default group has the user's timeout. For `pp`, new groups are created, because sends and
+    receives use the timeout that is set when a group is created.
     """
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():
@@ -343,8 +344,8 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
 def _uses_gpus(model_device: torch.device) -> bool:
     """Return True if ranks compute on GPUs: the model is on a GPU, or the process group uses nccl.
 
-    A process group that was initialized without a backend has both gloo and nccl. Then ranks use GPUs if this machine
-    has a GPU for each of its ranks.
+    A process group that was initialized without a backend has both gloo and nccl. In this case, ranks use GPUs if this
+    machine has a GPU for each of its ranks.
     """
     if model_device.type == "cuda" or str(dist.get_backend()) == "nccl":
         return True

@@ -1,7 +1,8 @@
 """Ring attention: keys and values rotate around the ranks of an axis.
 
-A rank starts to send keys and values before it computes with them. In the backward, their gradients rotate with them.
-After the last step, the gradients arrive at the rank that owns the keys and values.
+A rank starts to send keys and values to the next rank before it computes with them. In the backward, the gradients of
+keys and values rotate together with the keys and values. After the last step, the gradients arrive at the rank that
+owns the keys and values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NOT_TWICE = (
 
 
 class _Rotation:
-    """One step of the ring, asynchronous: send tensors to the next rank, receive from the previous rank."""
+    """Asynchronous rotation by one rank: send tensors to the next rank, receive from the previous rank."""
 
     def __init__(self, group: dist.ProcessGroup, sent: Sequence[Tensor], length: int):
         self.group, self.device = group, sent[0].device
@@ -53,7 +54,7 @@ class _Rotation:
 def _ring_steps(
     group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (owner rank, length of the shard to receive next, [keys, values]) for every step of the ring.
+    """Yield (owner rank, length of the next owner's shard, [keys, values]) for every step of the ring.
 
     The first step has the local keys and values. While the caller computes a step, its keys and values are sent to the
     next rank.
@@ -140,7 +141,7 @@ def ring_attention(
     query: Tensor, axis: str, key: Tensor, value: Tensor, mask: Tensor | None, size: int, sections: Sequence[int],
     scale: float | None = None, runs: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """Compute ring attention on this rank: the implementation of `torch.ops.autopart.ring_attention`."""
+    """Compute ring attention on this rank. It implements `torch.ops.autopart.ring_attention`."""
     cut = DimSharding(2, size, tuple(sections), resolve_group(axis).size())
     return Ring.apply(query, key, value, mask, axis, cut, scale, runs_of(runs))
 

@@ -43,14 +43,14 @@ _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths(
 
 
 def place_in_stack(thread: int, in_call: bool) -> str:
-    """Describe where a thread is: in a stage graph during a call of the model, else in user code."""
+    """Describe what a thread runs: a node of a stage graph if `in_call`, else a line of user code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
     return (_ours(frames) if in_call else "") or _users(frames)
 
 
 def place_in_traceback(error: BaseException) -> str:
-    """Describe the position in a stage graph at which an error was raised; "" if it was raised elsewhere."""
+    """Describe the node of a stage graph that raised an error; "" if the error was raised elsewhere."""
     below = [*traceback.walk_tb(error.__traceback__)][::-1]
     return _ours([*below, *traceback.walk_stack(sys._getframe(1))])
 
@@ -62,7 +62,7 @@ Line = tuple[str, int, dict[str, Any]]
 def line_of_graph() -> Line | None:
     """Return the line of generated stage code that is running, or None if no such code is running.
 
-    The source text of the line is read only when it is needed, which is rare.
+    The result identifies the line. Its source text is read only when needed, which is rare.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(12):

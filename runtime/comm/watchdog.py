@@ -1,8 +1,8 @@
-"""Watchdog: if a rank waits longer than `timeout=` seconds, name the rank that hangs or has ended.
+"""Watchdog: if a rank waits longer than `timeout=` seconds, report the rank that hangs or has ended.
 
-Every call begins with a collective on the CPU (`same_call.py`), in which ranks wait for a missing rank. A rank that
-has waited too long requests the state of all ranks through torch.distributed's store. In each process, a thread
-answers with the stack of the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
+Every call begins with a collective on the CPU (`same_call.py`), in which ranks wait for a missing rank. A rank that has
+waited too long requests the state of all ranks through torch.distributed's store. In each process, a background thread
+answers with the stack of the main thread. Nothing is recorded during a step, so the watchdog takes almost no time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Watch:
 
     Attributes:
         group: CPU process group of all ranks of the mesh.
-        send_s: time limit of a send or receive between pipeline stages. The sender may compile meanwhile.
+        send_s: time limit of a send or receive between pipeline stages. It is long, because the sender may be
+            compiling.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, compile: bool = False):
@@ -111,7 +112,7 @@ class Watch:
                 set_group_timeout(group, timedelta(seconds=self.limit_s))
 
     def allow(self, first: bool) -> None:
-        """Set the time limit of collectives: `timeout=`, or ten times as much for the first call of a program."""
+        """Set the time limit of collectives to `timeout=`, or to ten times as much for a program's first call."""
         limit_s = self.timeout_s * (FIRST if first else 1)
         if limit_s != self.limit_s:
             self.limit_s = limit_s
@@ -120,7 +121,7 @@ class Watch:
 
     @contextmanager
     def inside(self, doing: str) -> Iterator[None]:
-        """Mark this rank as inside the call `doing`, for a `with` block.
+        """Context manager that marks this rank as inside the call `doing`.
 
         Raises HangError if a collective in the block fails because another rank is missing.
         """
@@ -137,7 +138,7 @@ class Watch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Mark this rank as paused for a `with` block, so that other ranks wait for it without a limit."""
+        """Context manager that marks this rank as paused. Other ranks then wait for it without a time limit."""
         before = self.state, self.doing
         self._note("paused", f"paused {self.doing}")
         try:
@@ -150,9 +151,9 @@ class Watch:
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective on the CPU group, at most `limit_s`.
+        """Wait for a collective on the CPU group, for at most `limit_s` seconds.
 
-        While a rank is paused, wait without a limit.
+        If another rank is paused at the end of this time, wait again. Otherwise raise HangError.
         """
         if work.is_completed():
             work.wait()
@@ -177,7 +178,7 @@ class Watch:
             raise self._error(error, self._ask(), time.monotonic() - self.since) from error
 
     def record(self, place: str = "") -> Record:
-        """Return the current state of this rank, which other ranks show in errors."""
+        """Return the current state of this rank, for the error messages of other ranks."""
         if not place and self.state != "ended" and threading.get_ident() != self.main:
             place = place_in_stack(self.main, self.state == "inside")
         return Record(self.state, self.doing, place, time.monotonic() - self.since)
@@ -189,7 +190,7 @@ class Watch:
         self.state, self.doing, self.since = state, doing, time.monotonic()
 
     def _ask(self) -> dict[int, Record]:
-        """Request the state of all ranks. Return {rank: state} of ranks that answer within a few seconds."""
+        """Request the state of all other ranks. Return {rank: state} of ranks that answer in a few seconds."""
         store, records = self._store(), {}
         number = store.add("asked", 1)
         deadline = time.monotonic() + BEATS_TO_ANSWER * self.beat_s + 0.5
@@ -240,7 +241,7 @@ R = TypeVar("R")
 
 
 def watched(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective method of ParallelModule, so that HangError can name the method."""
+    """Decorate a collective method of ParallelModule, so that the watchdog can name it in errors."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -272,7 +273,10 @@ def meeting(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for a collective on the CPU group of a mesh. Raises HangError if a rank does not arrive."""
+    """Wait for a collective on a mesh's CPU group, under its watchdog.
+
+    Raises HangError if a rank does not arrive.
+    """
     watch = _WATCHES.get(group.group_name)
     assert work is not None
     if watch is None:
@@ -283,7 +287,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def watching(group_name: str) -> Iterator[None]:
-    """Convert errors of a group's collectives in a `with` block to HangError, if a rank is missing."""
+    """Context manager that raises HangError if a group's collective fails because a rank is missing."""
     try:
         yield
     except RuntimeError as error:
@@ -322,7 +326,10 @@ def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
 
 
 def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
-    """Report to the store what the main thread is doing, each time a rank requests it. Runs in a thread."""
+    """Loop of the background thread: report what the main thread is doing when a rank requests it.
+
+    Reports are written to torch.distributed's store.
+    """
     answered, beat_s, is_last = 0, BEAT_S, False
     while not is_last:
         is_last = stopped.wait(beat_s)
@@ -345,7 +352,7 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
     """Report to the store that this process ends, and stop the watchdog's thread.
 
-    Python aborts a process that exits while the thread uses the store.
+    It is called before the process exits, because Python aborts if the thread still uses the store then.
     """
     watch = watch_ref()
     if watch is not None and watch.state != "waiting":

@@ -1,6 +1,6 @@
 """Checksums of tensors: equal for equal bytes, and almost surely different for different bytes.
 
-They are computed on the tensor's device by integer sums, which are exact in any order and on any machine.
+They are computed on the tensor's device as integer sums, which do not depend on the order of addition or the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 def _weighted(words: Tensor) -> Tensor:
     """Return the weighted sum of an int64 vector.
 
-    Sums wrap around on overflow. Weights are odd, so a change of a single word always changes the sum.
+    Sums are modulo 2^64. Weights are odd, so a change of a single element always changes the sum.
     """
     weights = _weights(words.device)
     if words.numel() <= WEIGHTED_WORDS:
@@ -69,7 +69,7 @@ def _weighted(words: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers: the finalizer of splitmix64 (Steele et al. 2014) on 1, 2, 3, ..."""
+    """Return odd pseudo-random numbers, from the finalizer of splitmix64 (Steele et al. 2014)."""
     x = torch.arange(1, WEIGHTED_WORDS + 1, device=device) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ (x >> shift)) * factor

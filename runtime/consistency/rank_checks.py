@@ -1,7 +1,7 @@
 """Checks that setup, program, weights and arguments of calls are equal on all ranks.
 
 Without these checks, ranks that differ would compute wrong values, or wait for each other forever. Ranks compare
-digests. Every check is one collective on the CPU, and every rank raises the same error.
+digests in one collective on the CPU. If digests differ, every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def check_same_start(
 ) -> None:
     """Raise RuntimeSetupError if ranks differ in `subjects`, or have traced different programs.
 
-    A collective call of all ranks of a CPU process group. It does nothing if `group` is None, because there is one
-    rank.
+    A collective call of all ranks of a CPU process group. It does nothing if `group` is None: there is only one rank.
 
     Args:
         subjects: {name: text}, such as {"mesh": "dp2,tp2"}. Texts must be equal on all ranks.
@@ -98,9 +97,9 @@ def program_text(program: Program) -> str:
 
 
 def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
-    """Compare `subjects` between ranks. Return True if the digest of the weights is equal on all ranks.
+    """Compare texts between ranks. Return True if the digest of the weights is equal on all ranks.
 
-    Raises RuntimeSetupError if a text other than this digest differs.
+    `subjects`: {name: text}. Raises RuntimeSetupError if a text differs, except for the digest of the weights.
     """
     mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
     everyones = gather_objects(mine, group)
@@ -187,7 +186,7 @@ def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Format one text per rank, and list ranks with equal texts together: `ranks 0, 2: dp2; rank 1: tp4`."""
+    """Format one text per rank. Ranks with equal texts are grouped: `ranks 0, 2: dp2; rank 1: tp4`."""
     ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
     return "; ".join(f"{ranks_text(who, group)}: {text or 'none'}" for text, who in ranks.items())
 
@@ -195,7 +194,7 @@ def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
 def _subject_text(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
     """Format how one compared property differs between ranks.
 
-    Of long texts, only the first differing line is shown.
+    If texts are long, only the first line that differs is shown.
     """
     if all(map(_is_short, texts)):
         return f"{name}: {by_rank(texts, group)}"

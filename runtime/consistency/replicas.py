@@ -1,8 +1,8 @@
 """Check at intervals that the replicas of a parameter on several ranks are still equal.
 
-Parameters have replicas over `dp`, over `tp` if they are not sharded, and in two stages if they are tied. Replicas
+A parameter has replicas over `dp`, over `tp` if it is not sharded there, and in two stages if it is tied. Replicas
 start equal and get equal gradients. They stay bitwise identical unless the training loop updates them differently, for
-example if ranks clip by different norms. Checksums of replicas are compared in one collective on the CPU.
+example if ranks clip by different norms. The check compares checksums of replicas in one collective on the CPU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_before_saving(state_dict: Mapping[str, Any]) -> None:
 
 
 def replica_groups(storage: ParameterStorage, process: Process) -> list[list[int]]:
-    """Return, for each shard of a parameter that several ranks store, the list of these ranks."""
+    """Return lists of ranks that store the same shard of a parameter: one list per replicated shard."""
     owning, cut_axes = storage
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(process.mesh.num_ranks):
@@ -116,12 +116,12 @@ class Replicas:
             self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
 
     def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Record that a state dict was created. If a checkpoint of it is saved, `check_state_dict` runs."""
+        """Record that a state dict was created, so that `check_state_dict` runs if it is saved."""
         self._in_state_dict = program, parameters
         _NOTED.add(self)
 
     def check_state_dict(self, keys: Collection[str]) -> None:
-        """Compare replicas if a checkpoint with these keys contains parameters of this module."""
+        """Compare replicas if the keys of a checkpoint to save contain parameters of this module."""
         assert self._in_state_dict is not None
         (program, parameters), self._in_state_dict = self._in_state_dict, None
         _NOTED.discard(self)
@@ -132,13 +132,13 @@ class Replicas:
     def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
         """Compare the replicas of all parameters. A collective call of all ranks.
 
-        If replicas differ by more than rounding, raises ReplicaError on every rank. If they differ by less, warns, and
-        all ranks take the values of the first rank that stores the parameter.
+        If replicas differ by more than rounding explains, raises ReplicaError on every rank. If they differ by less,
+        warns, and copies the values of the first rank that stores the parameter to all replicas.
 
         Args:
             parameters: {name: this rank's parameter}.
             step: number of steps so far.
-            moment: description of the next call, for messages. If empty, messages name the step.
+            moment: description of the call that is about to run, for messages. If empty, messages name the step.
         """
         group = self.process.host_group
         if group is None:
@@ -209,7 +209,7 @@ class Drifted(NamedTuple):
     """A parameter whose replicas were found to differ.
 
     Attributes:
-        members: the ranks that store it, in rank order.
+        members: the ranks that store the parameter, in rank order.
     """
 
     name: str
@@ -235,7 +235,7 @@ class ReplicaDifference(NamedTuple):
 def _replica_differences(
     drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: dist.ProcessGroup
 ) -> list[ReplicaDifference]:
-    """Return how much every replica differs from the first one. The result is equal on every rank."""
+    """Return the difference of every replica from the first replica. All ranks get equal results."""
     mine = []
     for row in drifted:
         values = _first_copy(row, parameters, group)
@@ -247,7 +247,7 @@ def _replica_differences(
 
 
 def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Broadcast a parameter's values from the first rank that stores it, into CPU memory of every rank."""
+    """Broadcast a parameter from the first rank that stores it. Return its values in CPU memory."""
     if group.rank() in row.members:
         values = parameters[row.name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     else:

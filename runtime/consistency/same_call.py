@@ -1,9 +1,9 @@
 """Check that all ranks make the same call: same method, options and step number, on the same batch.
 
 The check is one all-gather of a dozen numbers on the CPU. It starts with the call, and ends before any other
-communication. Integer inputs, such as tokens, are compared exactly. Floating-point inputs can be rounded differently
-on ranks, so they are compared up to rounding. For this comparison, a sample of their elements is projected on four
-random vectors of 1 and -1. The sample changes with the step.
+communication of the call. Integer inputs, such as tokens, are compared exactly. Floating-point inputs are compared up
+to rounding, because ranks can round them differently. For this comparison, a sample of their elements is projected on
+four random vectors of 1 and -1. The sample changes with the step.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class ComparedCall:
     def numbers(self) -> list[float]:
         """Return the numbers that this rank sends to describe the call.
 
-        They are the call's number, a hash of its text, and numbers that describe the input values (`_values`). With
-        `local_batch`, the numbers of inputs that differ between data ranks come last.
+        These are the call's number, a hash of its text, and numbers that describe the input values (`_values`). With
+        `local_batch`, numbers that describe inputs with different samples on each data rank come last.
         """
         text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
         rows = [] if self.own_rows is None else self._values(self.own_rows)
@@ -94,10 +94,10 @@ class ComparedCall:
         return [float(self.number), float(int.from_bytes(text)), *every, *rows]
 
     def _values(self, names: Collection[str]) -> list[float]:
-        """Return numbers that describe the values of the inputs `names`.
+        """Return numbers with which ranks compare the values of the inputs `names`.
 
-        The first number is a hash of the integer inputs, which must be equal. The other numbers are sums of projections
-        of the floating-point inputs, which may differ by `slack`.
+        The first number is a hash of the integer inputs, and must be equal on all ranks. The other numbers are sums of
+        projections of the floating-point inputs, and may differ by `slack`.
         """
         whole = {name: number for name, number in self.integer_checksums.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
@@ -111,9 +111,9 @@ class ComparedCall:
         return 1.5 * len(self.floats)
 
     def _scaled_projections(self, place: int, marks: Sequence[float]) -> list[float]:
-        """Return the projections of the input with index `place`, multiplied by a factor for this index.
+        """Multiply the projections of the input with index `place` by a factor that depends on the index.
 
-        With different factors, the differences of two inputs cannot cancel in the sum.
+        The projections of all inputs are then added. With different factors, differences in two inputs do not cancel.
         """
         factor = 0.5 + (place * 0.6180339887) % 1
         return [factor * mark for mark in marks]
@@ -133,7 +133,7 @@ def all_frozen() -> UsageError:
 
 
 def same_rows(mesh: Mesh) -> list[list[int]]:
-    """Return lists of ranks that compute the same samples of a batch."""
+    """Return lists of ranks that compute the same samples of a batch, one list per data rank."""
     groups: dict[int, list[int]] = {}
     for rank in range(mesh.num_ranks):
         groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
@@ -141,7 +141,7 @@ def same_rows(mesh: Mesh) -> list[list[int]]:
 
 
 class Comparison:
-    """A comparison of a call between ranks. The constructor starts the all-gather.
+    """Comparison of a call between ranks. The constructor starts an all-gather of the call's description.
 
     Every rank must call `finish_comparison`, and must not communicate before it has returned.
     """
@@ -156,7 +156,7 @@ class Comparison:
     def finish_comparison(self) -> None:
         """Wait for the other ranks, and compare the calls. A second call of this method does nothing.
 
-        Raises InputError on every rank if ranks make different calls, UsageError if a step trains no parameter.
+        Raises InputError on every rank if ranks make different calls. Raises UsageError if a step trains no parameter.
         """
         if self._wait is None:
             return
@@ -181,7 +181,10 @@ class Comparison:
         return next((problem for problem in problems if problem is not None), None)
 
     def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
-        """Return True if the ranks in each list of `groups` have equal input values."""
+        """Return True if ranks have equal input values.
+
+        With `local_batch`, inputs with local samples are compared only within each list of `groups`.
+        """
         slack = self.given.slack
         if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
             return False
@@ -191,7 +194,7 @@ class Comparison:
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
-    """Return True if the ranks have equal input values, given the numbers of each rank (`_values`)."""
+    """Return True if ranks have equal input values. `rows`: each rank's result of `ComparedCall._values`."""
     exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
     return not exact and max(others) <= slack
 
@@ -227,7 +230,7 @@ def _error(called: ComparedCall, groups: Sequence[Sequence[int]], process: Proce
 def _values_error(
     called: ComparedCall, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
 ) -> InputError:
-    """Return the error for ranks that make equal calls with different input values.
+    """Return the error for calls that are equal on all ranks except for the values of inputs.
 
     Args:
         everyones: for each rank, the description of its call that `_error` has gathered.
@@ -271,9 +274,9 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _projections(tensor: Tensor, number: int) -> list[float]:
-    """Return random projections of a sample of a tensor's elements, and the log of their mean magnitude.
+    """Return random projections of a sample of a tensor's elements, then the log of their mean magnitude.
 
-    A projection is the product with a vector of 1 and -1.
+    A projection is the dot product with a random vector of 1 and -1. All numbers are in units of the tolerance.
     """
     values = tensor.detach()
     if values.is_complex():

@@ -1,6 +1,6 @@
 """Apply updates that a model makes to its own parameters in a forward (`max_norm` of `nn.Embedding`).
 
-They are applied to shards. The updates are defined in `autopart/ir/run/weight_updates.py`.
+The updates are applied to parameter shards. `autopart/ir/run/weight_updates.py` defines them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def update_weights(
     inputs: Sequence[Any],
     sum_along: Callable[[str, ByRank], ByRank],
 ) -> None:
-    """Update parameter shards in place before a forward, as the model's forward would (`max_norm`).
+    """Apply, before a forward, the updates that the model's forward makes to parameters (`max_norm`).
 
     Args:
-        parameters: {rank: {name: its shard}}.
+        parameters: {rank: {name of a parameter: local shard}}, changed in place.
         inputs: inputs of the call, for the global batch.
         sum_along: function (axis, {rank: value}) that returns sums along a mesh axis. All ranks of the axis call it.
     """

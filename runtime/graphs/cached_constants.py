@@ -27,7 +27,7 @@ _MAX_SIZES = 4
 
 
 class Constants:
-    """Cache of prologue outputs that depend only on the sizes of the inputs, computed once per size.
+    """Cache of prologue outputs that depend only on sizes of the inputs. They are computed once per size.
 
     Args:
         prologue: the prologue of a stage on this rank. It is changed to return the cached values.
@@ -57,7 +57,7 @@ class Constants:
             self.use({})
 
     def use(self, sizes: Mapping[str, int]) -> None:
-        """Make the prologue return the values for these sizes."""
+        """Make the prologue return the cached values for these sizes. Compute them on first use."""
         if self.compute is None:
             return
         read = {name: sizes[name] for name in self.reads}
@@ -73,9 +73,9 @@ class Constants:
         return values
 
     def copy_cached(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return `values`, with copies of values that share memory with the cache.
+        """Return `values`. Replace values that share memory with the cache by copies.
 
-        The user may write to the returned values.
+        The copies protect the cache, because the user may write to the returned values.
         """
         return tuple(value.clone() if self._shares_memory(value) else value for value in values)
 
@@ -85,7 +85,7 @@ class Constants:
 
 
 def _input_independent(graph: fx.Graph, sizes: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend only on sizes: on no other input, no buffer and no random number."""
+    """Return the nodes that depend on no input except sizes, on no buffer and on no random number."""
     size_inputs = {node for node in graph.find_nodes(op="placeholder") if node.target in sizes}
     known = set(size_inputs)
     for node in graph.nodes:

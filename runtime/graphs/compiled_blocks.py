@@ -1,10 +1,10 @@
 """Compile a stage graph block by block: equal blocks are compiled once.
 
-A block has the consecutive calls of one numbered module (`layers.3`), found by the module paths of nodes. Two blocks
-are of one kind if their operators, their constants and the metadata of their inputs are equal. Blocks of one kind call
-one compiled function, which takes parameters and activations as inputs. Calls between blocks, and blocks that are not
-repeated, are compiled as separate subgraphs. So compile time grows with the number of kinds, not with the number of
-blocks. The outer graph, which calls the subgraphs, is not compiled. It stores the parameters.
+A block consists of the consecutive calls of one numbered module (`layers.3`), found by the module paths of nodes. Two
+blocks have one kind if their operators, their constants and the metadata of their inputs are equal. Blocks of one kind
+call one compiled function, which takes parameters and activations as inputs. Compile time therefore grows with the
+number of kinds, not with the number of blocks. Calls between blocks, and blocks that are not repeated, are compiled as
+separate subgraphs. The outer graph stores the parameters and calls the subgraphs. It is not compiled.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Span = tuple[int, int]
 
 
 def compiled(module: fx.GraphModule, serves_all_sizes: bool = False) -> fx.GraphModule:
-    """Compile the stage graph of this rank. Each recompute region in the graph becomes one call.
+    """Compile the stage graph of this rank. Each recompute region becomes one checkpointed call in it.
 
     Args:
-        serves_all_sizes: True if the graph runs with many sequence lengths and batch sizes. Its second length is
-            compiled with dynamic sizes, which serve all others.
+        serves_all_sizes: True if the graph runs with many sequence lengths and batch sizes. When the second size
+            occurs, the graph is compiled with dynamic sizes, which serve all further sizes.
     """
     module = with_regions(_with_salts(module))
     subgraphs = _Partition(module).subgraphs()
@@ -54,9 +54,9 @@ def _compile(module: fx.GraphModule, serves_all_sizes: bool) -> fx.GraphModule:
 
 
 def _ranks(module: fx.GraphModule) -> str:
-    """Return the rank of this process in each process group of a graph, for torch's compile cache key.
+    """Return the process's rank in each process group of a graph, as text for torch's compile cache key.
 
-    With other keys, a rank would load code from the cache on disk that was compiled for another rank.
+    Without it, a rank would load code from the cache on disk that was compiled for another rank.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
@@ -64,9 +64,9 @@ def _ranks(module: fx.GraphModule) -> str:
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
-    """Make the salt (operator number) of each dropout an input of its block.
+    """Make the salt of each dropout, its number in the model, an input of its block.
 
-    As a constant, the salt would differ between blocks, so the blocks could not share compiled code.
+    A constant salt would differ between blocks, so that equal blocks could not share compiled code.
     """
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -80,7 +80,7 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Partition:
-    """Partition of a stage graph into subgraphs: one for each repeated block, others for calls between."""
+    """Partition of a stage graph into subgraphs: one for each repeated block, and one for each gap."""
 
     def __init__(self, module: fx.GraphModule):
         self.module = module
@@ -101,7 +101,7 @@ class _Partition:
         """Yield the repeated blocks among `calls[begin:end]`.
 
         Args:
-            depth: number of numbered modules that contain all these calls, such as 1 inside `layers.3`.
+            depth: nesting depth: number of numbered modules that contain all these calls. Inside `layers.3` it is 1.
         """
         for siblings in self._siblings(begin, end, depth):
             gap = min((after - stop for (_, stop), (after, _) in pairwise(siblings)), default=0)
@@ -117,7 +117,7 @@ class _Partition:
                     yield from self._blocks(*sibling, depth + 1)
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Span]]:
-        """Group calls by sibling block (`layers.0`, `layers.1`). Yield their index ranges, one list per group."""
+        """Group the blocks of each module list (`layers.0`, `layers.1`). Return lists of index ranges."""
         inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         spans: defaultdict[str, list[Span]] = defaultdict(list)
@@ -130,7 +130,7 @@ class _Partition:
         return [self._kind(self.calls[start:stop]) for start, stop in spans]
 
     def _kind(self, calls: Iterable[fx.Node]) -> str:
-        """Return a key of consecutive calls. Calls with equal keys can share compiled code."""
+        """Return a key of a sequence of calls. Sequences with equal keys can share compiled code."""
         numbers: dict[fx.Node, int] = {}
         lines = list[Any]()
 
@@ -151,7 +151,7 @@ class _Partition:
         return repr(lines)
 
     def _input_metadata(self, node: fx.Node) -> Any:
-        """Return the metadata of an input that compiled code depends on, such as shape and dtype."""
+        """Return the metadata of an input on which compiled code depends, such as shape and dtype."""
         value, needs_grad = facts(node).get("val"), facts(node).get("needs_grad")
         if node.op == "get_attr":
             value = attrgetter(str(node.target))(self.module)
@@ -177,15 +177,15 @@ def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
 
 @dataclass(frozen=True)
 class _Value:
-    """Placeholder for a value in the key of a block. It has a number instead of a node name."""
+    """Placeholder for a value in the key of a block, with a number instead of the node's name."""
 
     number: int
 
 
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Return True for a value that no subgraph computes: an input of the outer graph.
+    """Return True for a value that the outer graph passes to subgraphs and that no subgraph computes.
 
-    It is a graph input, a stored or unsharded parameter, or a dropout seed with its salt.
+    Such a value is a graph input, a stored or unsharded parameter, or a dropout seed combined with its salt.
     """
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), Region)
@@ -201,7 +201,7 @@ def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
 def _calling(
     module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]], serves_all_sizes: bool
 ) -> fx.GraphModule:  # fmt: skip
-    """Return a graph that calls the subgraphs in order. There is one compiled submodule for each kind."""
+    """Return the outer graph, which calls the subgraphs in order. Each kind has one compiled submodule."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     kinds: dict[str, str] = {}
@@ -228,7 +228,7 @@ def _calling(
 
 
 def _subgraph(calls: Calls) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return a graph that contains these calls, and the list of outside values that it takes as inputs."""
+    """Return (graph that contains these calls, outside values that the graph takes as inputs)."""
     graph = fx.Graph()
     members = set(calls)
     inputs = list(dict.fromkeys(node for call in calls for node in call.all_input_nodes if node not in members))

@@ -33,13 +33,12 @@ def specialize_constant_masks(
 ) -> tuple[Stage, frozenset[str]]:
     """Replace the constant attention masks of a stage by their structure, such as causal.
 
-    A mask is constant if no model input or buffer affects it. This function detects the structure of each constant mask
-    once. Attention then uses the structure, and not the mask tensor. If a constant mask has no such structure,
-    attention still uses the mask tensor.
+    A mask is constant if it depends on no model input or buffer. This function detects the structure of each constant
+    mask once. Attention kernels then use the structure instead of the mask tensor. If a constant mask has another
+    structure, attention still uses the mask tensor.
 
     Returns:
-        The rewritten stage, and the names of all its constant masks. The caller need not inspect these masks again in
-        each call of the stage.
+        The rewritten stage, and the names of its constant masks, which need no inspection in later calls of the stage.
     """
     masks, inputs, graph = input_independent_masks(stage)
     names = frozenset(mask.name for mask in masks)
@@ -64,11 +63,13 @@ def _analyze_large_masks(
     stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
 ) -> dict[str, MaskStructure]:  # fmt: skip
-    """Return {mask: structure} for masks that are too large to compute as a tensor.
+    """Return {mask: structure} for masks that would be too large as tensors.
+
+    They are analyzed as key ranges, without computing the mask.
 
     Args:
-        inputs: descriptions of the values from which the stage graph computes the masks.
-        graph: graph that computes these values.
+        inputs: descriptions of the stage inputs from which the stage graph computes the masks.
+        graph: graph that computes these inputs.
     """
     whole = KeyRangeEvaluator({}, process.device)
     (outputs,) = graph.graph.output_node().args
@@ -93,8 +94,8 @@ def _analyze_large_masks(
 def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, int]) -> MaskStructure | None:
     """Return the structure of a mask: causal, sliding window or full. None if it has another structure.
 
-    Also None if the attention calls that use the mask differ in their numbers of queries or keys. In a graph with
-    sizes as inputs, the structure is that of `at_any_length`.
+    It is also None if the attention calls that use the mask differ in their numbers of queries or keys. In a graph with
+    sizes as inputs, the structure is made independent of the sequence length (`at_any_length`).
     """
     scores = {scores_of(call, sizes) for call in calls}
     if len(scores) > 1:
@@ -110,7 +111,7 @@ def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, in
 
 
 class StageMasks:
-    """Masks of one stage whose structure is detected again in every call.
+    """Detects, in every call, the structure of those attention masks of a stage that are not constant.
 
     Args:
         bind: function that prepares a graph of the stage for this rank.
@@ -128,7 +129,7 @@ class StageMasks:
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
     def mask_structures(self, microbatches: Sequence[Mapping[str, Any]]) -> list[MaskStructures]:
-        """Return the mask structures of every microbatch. A mask that microbatches share is inspected once.
+        """Return the mask structures for every microbatch. A mask that microbatches share is inspected once.
 
         Args:
             microbatches: keyword arguments of the stage's graph for each microbatch.

@@ -1,9 +1,9 @@
 """Activation checkpointing: save the inputs of a region, and recompute the region in backward.
 
 Each region (marked by `passes/choose/recompute_regions.py`) is one call under `torch.utils.checkpoint`. Recomputation
-starts when the backward of the region begins, and stops after the last value that the backward needs. The region's
-random numbers or their seeds are inputs of the region, so the forward and its recomputation use equal numbers. Both
-launch the same collectives on all ranks.
+starts when the backward of the region begins, and stops after the last value that the backward needs. Random numbers,
+or their seeds, are inputs of the region, so the forward and its recomputation use equal numbers. Forward and
+recomputation launch the same collectives on all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     """Return a rank's stage graph in which each recompute region is one checkpointed call.
 
-    Parameters stay in the graph module, and are arguments of the calls.
+    Parameters stay in the graph module, which passes them to the calls.
     """
     regions: defaultdict[int, dict[fx.Node, int | None]] = defaultdict(dict)
     for node in module.graph.nodes:
