@@ -58,8 +58,8 @@ class UserFunction:
 
     Args:
         arguments: the call's arguments, with `Tensor` in place of each tensor.
-        dtypes: the dtypes of the call's tensors. They show if `verify` runs the Function in float64. Tensors that the
-            Function creates are then float64 too.
+        dtypes: the dtypes of the call's tensors. They show whether `verify` runs the Function in float64. Tensors that
+            the Function creates are then float64 too.
         written: indices of the tensors that the Function writes to. The Function gets copies of these tensors.
     """
 

@@ -401,7 +401,7 @@ _OPERATORS: dict[tuple[Any, str], Any] = {}
 
 
 def _content(leaf: Any) -> Any:
-    """Return a snapshot of an argument, to find out later if a function has changed it."""
+    """Return a snapshot of an argument, to find out later whether a function has changed it."""
     array = leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
     if isinstance(array, Tensor):
         return array.contiguous().view(torch.uint8).numpy().tobytes() if array.numel() and array.ndim else str(array)
