@@ -64,7 +64,7 @@ def parallelize(
     Args:
         model: any traceable module with its weights, or on `meta` with `weights=`.
         mesh: `{"dp": 2, "tp": 2}`, `"dp2,tp2"`, a DeviceMesh with named dims, or a number of devices (then
-            `autopart.search` chooses the axes).  [default: that of `plan`, or the number of processes]
+            `autopart.search` chooses the axes).  [default: the mesh of `plan`, or the number of processes]
         example_args, example_kwargs: one call of the model. Its batch is the global batch; with `local_batch`, the
             samples of one data rank.
         plan: a Plan, or the path of one, to use instead of choosing a plan.
@@ -115,10 +115,10 @@ def from_pretrained(
     Args:
         name_or_folder: a folder with `config.json` and safetensors files, or a name on the Hugging Face hub. Files of
             the hub come from its local cache or from the network.
-        mesh, example_args, example_kwargs, plan: as `parallelize`.
+        mesh, example_args, example_kwargs, plan: as in `parallelize`.
         task: a task such as "causal-lm" or "sequence-classification", or a class of transformers.  [default: the class
             that the config names]
-        dtype: dtype of the parameters.  [default: that of the config]
+        dtype: dtype of the parameters.  [default: the dtype in the config]
         revision: branch, tag or commit on the hub.
         config: changes to the config, such as {"num_labels": 3}.
         **options: `RunOptions`.
@@ -149,7 +149,7 @@ def plan(
     """Choose a plan without running anything: no process group, no GPU, and the model can be on `meta`.
 
     Args:
-        model, mesh, example_args, example_kwargs: as `parallelize`, with an example.
+        model, mesh, example_args, example_kwargs: as in `parallelize`. An example is required.
         lengths: sequence lengths of later calls, such as range(16, 513). The plan and its predicted time and memory
             are for the longest; `plan.cost.at(s=...)` predicts other lengths.
         **options: `PlanOptions`.
@@ -205,9 +205,9 @@ def verify_loop(
     Args:
         fn: `fn(model, batches)` trains. In one process, `model` is the model itself, extended by `step`,
             `clip_grad_norm_`, `no_sync`, `full_state_dict`, `full_grads` and `data_rank` of a ParallelModule.
-        mesh, model, plan: as `parallelize`, with named axes.
+        mesh, model, plan: as in `parallelize`. The axes of the mesh must be named.
         batches: passed to `fn` as a list; floating-point tensors become float64.
-        example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch; if it is a
+        example_args, example_kwargs: one call of the model, as in `parallelize`.  [default: the first batch; if it is a
             dict, its entries that the model takes]
         tolerance: largest difference, relative to the largest value.
         time_limit_s: time limit of one run, in seconds.

@@ -104,7 +104,7 @@ class Option:
 
 
 def _row(*of: Any, **more: Any) -> Any:
-    """Return a dataclass field of `Options`; the arguments are those of `Option`."""
+    """Return a dataclass field of `Options`. The arguments are passed to `Option`."""
     option = Option(*of, **more)
     return field(default=option.default, metadata={"option": option})
 

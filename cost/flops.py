@@ -75,8 +75,8 @@ def _convolution_backward_flops(
 ) -> int:  # fmt: skip
     """Return the FLOPs of a convolution's backward: the FLOPs of its forward for each computed gradient.
 
-    Gradients of the input and of the weight count, but not those of the bias. Grouped convolutions are counted right,
-    because the weight's shape has the input channels of one group.
+    Gradients of the input and of the weight count, the gradient of the bias does not. Grouped convolutions are counted
+    right, because the weight's shape has the input channels of one group.
     """
     return sum(output_mask[:2]) * conv_flop_count(input_shape, weight_shape, grad_shape, transposed)
 

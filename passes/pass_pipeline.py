@@ -160,7 +160,7 @@ def driven(
 ) -> Callable[[Callable[Concatenate[Subject, P], T]], Callable[Concatenate[Subject, P], T]]:
     """Decorate a function that analyzes a trace without changing it, so that the driver runs it.
 
-    The driver times the function, dumps its result (`notes` and `files`, as in `Shown`), and checks the graph if
+    The driver times the function, dumps its result by `notes` and `files` (see `Shown`), and checks the graph if
     `AUTOPART_CHECK` is set. Errors that are not the user's mistake become a PassError.
     """
     shown = Shown(notes, files)

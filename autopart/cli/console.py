@@ -21,7 +21,7 @@ WIDTH = 80
 """Width of help and of errors, in columns."""
 
 LABELS = ("  why    ", "  where  ", "  try    ", "  full   ", "  note   ")
-"""Labels at the start of a line, such as `why`.
+"""Labels at the start of lines of errors and reports, such as `why`.
 
 Continued lines are aligned with the text after the label.
 """

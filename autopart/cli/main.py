@@ -313,7 +313,7 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 
 @main.command()
 @click.option("--out", "-o", metavar="PATH", help="JSON file to write the profile to.  [default: none]")
-@click.option("--name", help="Name of the profile.  [default: that of the file or the device]")
+@click.option("--name", help="Name of the profile.  [default: the name of the file or of the device]")
 @click.option(
     "--base",
     metavar="NAME|PATH",

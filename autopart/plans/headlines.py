@@ -1,6 +1,6 @@
 """Summary lines of a plan that several reports print: size of a step, utilization, memory fit.
 
-They are computed from the plan's data alone, so a plan that is read from a file gives equal lines.
+The lines are computed from the plan's data alone, so a plan that is read from a file gives equal lines.
 """
 
 from __future__ import annotations

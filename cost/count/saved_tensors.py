@@ -2,8 +2,8 @@
 
 An operator runs once per signature (target, shapes, strides, dtypes, which inputs need gradients) under
 `torch.autograd.graph.saved_tensors_hooks`. The storage of each saved tensor shows whether it is an input, an output,
-or another tensor. Composite operators may choose their kernel by device (attention, recurrent layers). They run as on a
-CPU, where flash attention saves the same tensors as on a GPU. All other operators run on `meta`.
+or another tensor. Composite operators may choose their kernel by device (attention, recurrent layers). Such operators
+run as on a CPU, where flash attention saves the same tensors as on a GPU. All other operators run on `meta`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Liveness analysis of a stage graph on one rank: buffers, saved tensors and workspace.
 
 The analysis evaluates every stage graph node by node on local shapes. For each value, it finds the buffer that stores
-the value, and the tensors that autograd saves (`saved_tensors.py`). The activations of a microbatch therefore equal
-those of the runtime to the byte.
+the value, and the tensors that autograd saves (`saved_tensors.py`). The predicted bytes
+of a microbatch's activations therefore equal the bytes at run time.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Liveness:
 
     Args:
         inputs: {stage input from the prologue: its value}.
-        input_buffers: {stage input from the prologue: name of its buffer}. The name is that of the first stage input
-            that views the buffer.
+        input_buffers: {stage input from the prologue: name of its buffer}. A buffer has the name of the first stage
+            input that views it.
         input_bytes: {name of a buffer: (node that allocates it, its bytes for all microbatches)}.
         values: {node: its `LocalValue`, or a tuple of them}.
         keeps: {node: buffers of inputs and outputs that autograd saves for its backward}.

@@ -202,7 +202,7 @@ class Cost(dict[str, Any]):
     def subs(self, *values: Any, **named: Any) -> sympy.Expr:
         """Return the seconds of a step, with values in place of some symbols.
 
-        Pass symbols by name, or as for `sympy.Expr.subs`. Unless you pass `r`, its value is `left_out`. Raises
+        Pass symbols by name, or as arguments of `sympy.Expr.subs`. Unless you pass `r`, its value is `left_out`. Raises
         OptionError for an unknown symbol.
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP

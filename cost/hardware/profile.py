@@ -86,8 +86,8 @@ class Hardware:
     def load(profile: str | Path = DEFAULT) -> Hardware:
         """Load a profile by name, such as `a100-80gb-sxm`, or from a JSON file.
 
-        The name can also be that of a profile that this process has loaded from a file. Raises OptionError if there
-        is no such profile, or a number is missing or invalid.
+        A profile that this process has loaded from a file can also be named. Raises OptionError if there is no such
+        profile, or a number is missing or invalid.
         """
         path = Path(profile) if str(profile).endswith(".json") else _PROFILES / f"{profile}.json"
         if not path.exists() and profile in _USER_PROFILES:

@@ -139,8 +139,8 @@ class Work(NamedTuple):
         depth: inner dim of a matrix product, or head width of attention.
         unaligned: penalty for the row lengths of a 16-bit product (`autopart.common.matrix_alignment.unaligned`).
         in_order: True for pointwise arithmetic on contiguous tensors.
-        causal: number of queries of causal attention, whose kernel skips masked keys. Its FLOPs count all keys, as in
-            torch and publications.
+        causal: number of queries of causal attention, whose kernel skips masked keys. `flops` nevertheless counts all
+            keys, as in torch and publications.
     """
 
     kind: str
@@ -215,7 +215,7 @@ def gradient_sum_s(
     a flat bucket.
 
     Args:
-        groups: groups of ranks, each as (axis, ranks, stride in ranks). They reduce one after another.
+        groups: groups of ranks, each as (axis, ranks, stride in ranks). The groups reduce one after another.
         kind: "all_reduce", "reduce_scatter" or "all_gather".
     """
     whole, rest = divmod(size_bytes, BUCKET_BYTES)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import TableCost
 
 Order = Sequence[tuple[int, str, int]]
-"""List of operators, as in `Table.order`."""
+"""Operators, each as (index of its row, module path of its block's list, index of the block) (`Table.order`)."""
 
 
 class ParameterUses(NamedTuple):
@@ -222,7 +222,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
     """Return {parameter that these operators read: its uses}, in the order of first use.
 
     Args:
-        order: consecutive operators, as in `Table.order`.
+        order: consecutive operators of the cost table (`Table.order`).
     """
     reads, gathers = dict[str, ParameterUses](), priced.table.gathers
     region_ends = _region_ends(priced, order)
@@ -260,7 +260,7 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
     their weights are allocated.
 
     Args:
-        order: the operators, as in `Table.order`.
+        order: the operators, in the format of `Table.order`.
         others_beside: True if equal blocks run before and after these operators. The weights of these blocks are then
             prefetched.
     """

@@ -80,7 +80,7 @@ class OperatorRow:
         inputs: names of values that it reads and that depend only on the model's inputs (`Table.prologue`).
         unkept: bytes of `crossing` that no earlier operator saves and no earlier stage receives.
         kept_later: bytes of `crossing` that no earlier operator saves, but a later one does.
-        once: True if the operator is in the tail, which runs once per step. Its sizes are those of all microbatches.
+        once: True if the operator is in the tail, which runs once per step. Its sizes then count all microbatches.
     """
 
     works: Mapping[str, tuple[Work, ...]]
@@ -181,7 +181,7 @@ class Totals:
 def named_in(name: str, path: str, number: int) -> str:
     """Return a key that identifies a parameter in the full model.
 
-    A cost table has the operators of one block for all equal blocks, so its parameter names are those of that block.
+    A cost table has the operators of one block for all equal blocks, so its parameters have the names of this block.
     The key therefore begins with the block that uses the parameter. A parameter outside of blocks keeps its name.
 
     Args:

@@ -155,7 +155,7 @@ class Timeline:
         return tuple(curves)
 
     def peak_memory_bytes(self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return, for each rank, the peak of the bytes saved for backward. Arguments are as in `memory`."""
+        """Return, for each rank, the peak of the bytes saved for backward. Takes the arguments of `memory`."""
         return tuple(max(size for _, size in curve) for curve in self.memory(activation_bytes, delayed_bytes))
 
 
@@ -174,8 +174,8 @@ def timeline(
     The actions are those of `autopart.ir.run.schedule_actions.actions`. Sends and receives follow torch 2.13
     (`schedules.py`):
 
-    - Schedules with several stages per rank post receives ahead of time. They wait for each receive before the action
-      that uses it. They wait for sends at the end of the step, so sends overlap with compute.
+    - Schedules with several stages per rank post receives ahead of time. A rank waits for each receive before the
+      action that uses it, and for its sends at the end of the step. So sends overlap with compute.
     - GPipe and 1F1B post a receive right before the action that uses it, and wait for it. Nothing is sent before both
       ranks are ready, and the receiving rank is idle. GPipe waits for its sends after the last forward and the last
       backward.
@@ -193,7 +193,7 @@ def timeline(
             pipeline.
         overlap_sends: True if sends overlap with compute. None: as in `torch.distributed.pipelining`.
         has_tail: True if the program has a tail, which runs once between the forwards and backwards of the last stage.
-            `durations` has its durations after those of the last stage.
+            `durations` lists the tail after the last stage.
 
     Raises StageError if the schedule cannot run this many stages and microbatches. Raises OptionError for durations
     that are too few, too many, negative or not finite.

@@ -124,7 +124,7 @@ def stages_from_boundaries(
     Args:
         cuts: index of the first operator of stages 1, 2, ... Indices count the operators of the full model, even if the
             trace contains only one of several equal blocks.
-        tail: operators that run once for all microbatches, such as a contrastive loss. They are on the last stage.
+        tail: operators that run once for all microbatches, such as a contrastive loss. All are on the last stage.
     """
     nodes, stages = active_operators(trace.graph), dict[fx.Node, int]()
     for at, index in enumerate(full_model_indices(nodes, trace.folds)):

@@ -114,8 +114,12 @@ def strategies_on_weight_dims(
 ) -> tuple[Strategy, ...]:  # fmt: skip
     """Return the strategies that shard only experts, dims of weights, and dims that come from weights.
 
-    For example, the output features of a linear layer come from its weight. The arguments are those of
-    `strategies_on_axis`.
+    For example, the output features of a linear layer come from its weight.
+
+    Args:
+        num_shards: number of ranks of the axis.
+        cuts: "features", "positions" (sequences) or "experts" (`Axis.cuts`).
+        cuts_experts: True if the axis can also shard the experts of the mixture that the operator belongs to.
     """
     plain = strategies(node, num_shards, TENSOR_KINDS)
     if not cuts_experts:
@@ -161,7 +165,7 @@ def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
 def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     """Return the strategies of ring attention.
 
-    They shard queries, keys and values equally along the sequence. The list is empty if the operator is not
+    These strategies shard queries, keys and values equally along the sequence. The list is empty if the operator is not
     attention. It is also empty for attention with dropout, with unequal numbers of queries and keys, or with a mask
     that needs a gradient.
     """
@@ -349,7 +353,7 @@ def _sharded(
 def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
     """Return the letters of a view's rule that are split from a dim of elements selected by a mask.
 
-    They cannot be sharded, because the number of selected elements per index is unknown.
+    Dims with these letters cannot be sharded, because the number of selected elements per index is unknown.
     """
     if pattern.tied:
         return set()

@@ -33,11 +33,11 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
 
     Inputs, weights and buffers become float64. Casts to a lower precision (in losses and norms that work in float32,
     or by autocast) become casts to float64. Values that depend on no input (`zeros`, position ids, constants, random
-    numbers) are created in their traced precision. They are cast to float64 if an operator combines them with an
+    numbers) are created in their traced precision. Such a value is cast to float64 if an operator combines it with an
     upcast value that was traced in the same precision.
 
-    Some float32 values, such as an accuracy, depend on activations only through indices and booleans. They become
-    float64 if an operator rounds them, because a partition can round in another order.
+    Some float32 values, such as an accuracy, depend on activations only through indices and booleans. These
+    values become float64 if an operator rounds them, because a partition can round in another order.
 
     Returns the lower precisions that were replaced. Float32 of weights and inputs is not included.
     """

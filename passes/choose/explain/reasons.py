@@ -77,7 +77,7 @@ class Reasons:
     def why(self, name: str) -> Why:
         """Explain a choice of the plan by name.
 
-        The name is that of a parameter, module, operator or collective, or `dp_sync`.
+        `name` is the name of a parameter, module, operator or collective, or `dp_sync`.
         """
         if name == "dp_sync":
             return self._why_dp_sync()
@@ -283,7 +283,7 @@ class Reasons:
     def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
         """Return {rejected option of a choice: its extra cost}, cheapest first.
 
-        The cost of an option is that of the best plan with this option: the solver chooses everything else again.
+        For each option, the solver finds the best plan with this option: all other choices are made again.
         """
         problem, chosen = solved
         priced: list[tuple[float, str, ShardingCost]] = []

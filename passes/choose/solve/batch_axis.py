@@ -268,7 +268,7 @@ def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
 
 
 def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
-    """Split a batch whose size differs from that of the plan.
+    """Split a batch whose size differs from the plan's batch size.
 
     The new number of microbatches divides the batch, can be run by the schedule, and is as near as possible to the
     plan's number. If `dp` does not divide the batch, every rank of `dp` computes all samples.

@@ -194,7 +194,7 @@ def fit_around(
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """Return {operator: its cheapest strategy}, given fixed strategies and parameter placements.
 
-    If all fixed strategies keep values replicated between matrix products, the other strategies do so too.
+    If all fixed strategies keep values replicated between matrix products, the chosen strategies do so too.
 
     Args:
         stored: {parameter: its placement}.

@@ -263,7 +263,7 @@ class ShardingCosts:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
-        """Return this operator's matrix FLOPs and weights on one rank, as shares of those of the model.
+        """Return this operator's FLOPs and weights on one rank, as shares of the model's totals.
 
         Returns (share of all matrix FLOPs, share of the bytes of all weights).
         """
@@ -365,7 +365,7 @@ class ShardingCosts:
 def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int = 1) -> float:
     """Return the seconds that the all-reduce of a gradient of `size` bytes adds to a step.
 
-    Gradients in one bucket share their latency, so the time is a little below that of a separate collective.
+    Gradients in one bucket share their latency, so the time is a little shorter than for a separate collective.
     """
     return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
 

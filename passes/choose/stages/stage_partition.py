@@ -104,7 +104,7 @@ def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> l
 def can_run_tail(trace: Trace, tail: Set[fx.Node], num_stages: int) -> bool:
     """Return True if a pipeline can run the operators `tail` once, for all microbatches, at its end.
 
-    They run on the last stage. They may have at most half of the FLOPs, because all other stages wait for them.
+    The tail runs on the last stage. It may have at most half of the FLOPs, because all other stages wait for it.
     """
     nodes = active_operators(trace.graph)
     loads = np.array([work(node) for node in nodes])
