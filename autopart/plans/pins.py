@@ -89,7 +89,7 @@ Pin = LayoutPin | CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class Pins:
-    """All pins of a plan.
+    """All pins of a plan: placements and stage boundaries that a user fixes.
 
     `text`: content of the pins file, from which error messages take line numbers.
     """

@@ -431,7 +431,7 @@ def _attribute(trace: Trace, node: fx.Node) -> LocalValue:
 def _stage_inputs(
     trace: Trace, program: Program, stage: Stage
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[fx.Node, int]]]:  # fmt: skip
-    """Return the stage inputs that the prologue computes, for one microbatch on one rank.
+    """Return the stage inputs that the prologue computes (such as masks), for a microbatch on one rank.
 
     Returns ({stage input: its value}, {stage input: name of its buffer}, {name of a buffer: (node that allocates it,
     its bytes for all microbatches)}).
@@ -480,7 +480,7 @@ def _microbatch_samples(
     If the batch is dim 0, the samples are a view of the global batch. Otherwise they are copied.
 
     Args:
-        num_runs: microbatches, or 1 for the tail.
+        num_runs: number of microbatches; 1 for the tail, which runs once for all microbatches.
         dim: the batch dim; None if the value has no batch dim.
         whole: the value for the global batch.
     """

@@ -146,10 +146,11 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
 
 
 def _prologue_names(walks: Sequence[Liveness]) -> dict[str, str]:
-    """Return {name of a prologue buffer in `walks`: its name in the table}, an operator key.
+    """Return {name of a prologue buffer in `walks`: its name in the cost table}.
 
-    Names of graph nodes depend on the stage and on the number of traced blocks, keys do not. Several buffers of one
-    operator are numbered.
+    A prologue buffer has a value that a stage computes once per call, such as a mask. Its name in the table is an
+    operator key, because names of graph nodes depend on the stage and on the number of traced blocks. Several buffers
+    of one operator are numbered.
     """
     names, sizes_bytes = dict[str, str](), dict[str, int]()
     for walk in walks:
@@ -329,7 +330,7 @@ def _copies(name: str, blocks: Blocks) -> int:
     """Return the number of copies in the full model of a traced operator or tensor.
 
     Args:
-        name: key of the operator, or name of the tensor.
+        name: key of the operator, such as `layers.3.mlp/linear`, or name of the tensor.
     """
     at = _block_of(name, blocks)
     return 1 if at is None else list(blocks[at.path]).count(at.number)

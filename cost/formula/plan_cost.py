@@ -292,7 +292,7 @@ class Cost(dict[str, Any]):
     def _setting(self, sizes: Mapping[str, float]) -> RunSetting:
         """Return the mesh, schedule and options of the plan, with some sizes changed.
 
-        The plan's stages are kept if their number and the tokens per sample are unchanged, or if they are pinned.
+        The plan's stages stay if their number and the tokens per sample are unchanged, or if the user pinned them.
         """
         from autopart.cost.predict.table_data import plan_setting
 

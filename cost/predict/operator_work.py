@@ -86,7 +86,7 @@ class Size:
 
     @staticmethod
     def of(value: float, powers: Exponents) -> Size:
-        """Return a polynomial of one term, which has this value at the reference sizes."""
+        """Return a polynomial of one term, which has this value at the sizes at which operators are counted."""
         return Size(((powers, value),)) if value else NOTHING
 
     @staticmethod
@@ -99,7 +99,7 @@ class Size:
 
     @property
     def value(self) -> float:
-        """Value of the polynomial at the reference sizes."""
+        """Value of the polynomial at the reference sizes, at which operators are counted."""
         return sum(value for _, value in self.terms)
 
     def at(self, times: Sizes) -> Any:

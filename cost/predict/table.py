@@ -102,14 +102,14 @@ class Table:
         return np.array([position for position, _, _ in self.order])
 
     def times(self, setting: RunSetting) -> Sizes:
-        """Return each size of a setting (`b`, `s`, `tp`, `cp`, `ep`) divided by its reference size."""
+        """Return each size of a setting (`b`, `s`, `tp`, ...) divided by the table's reference size."""
         tokens = self.s if setting.tokens is None else setting.tokens
         ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
         return Sizes(setting.b / self.b, tokens / self.s, **ranks)
 
     @cached_property
     def tail_start(self) -> int | None:
-        """Index in `order` of the first operator of the tail, None if there is no tail."""
+        """Index in `order` of the first operator of the tail, which runs once per step; None without a tail."""
         return next((i for i, (row, _, _) in enumerate(self.order) if self.rows[row].once), None)
 
     @cached_property
@@ -133,7 +133,7 @@ class Table:
 
     @cached_property
     def load(self) -> float:
-        """Total load of all operators at the reference sizes. The load of an operator is its FLOPs."""
+        """Total load (FLOPs) of all operators at the sizes at which the operators were counted."""
         return math.fsum(row.load.value * number for row, number in zip(self.rows, self.often, strict=True)) or 1.0
 
     @cached_property
@@ -204,7 +204,7 @@ class TableCost:
         self.times = table.times(setting)
         self.tail_times = self.times._replace(b=self.times.b * setting.schedule.microbatches / table.m)
         self.seconds: dict[tuple[Work, bool], float] = {}
-        """{(kernel or collective, True in the tail): its duration}."""
+        """{(kernel or collective, True if it is in the tail, which runs once per step): its duration}."""
         self._later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
 
     @cached_property
@@ -218,7 +218,7 @@ class TableCost:
 
     @cached_property
     def row_bytes(self) -> RowBytes:
-        """Arrays of shape [rows] with the bytes of each row."""
+        """Arrays of shape [rows] with the bytes of each row of the cost table."""
         rows = self.table.rows
         sizes = ([float((getattr(row, name) or NOTHING).at(self.times_of(row))) for row in rows]
                  for name in RowBytes._fields)  # fmt: skip
@@ -226,7 +226,7 @@ class TableCost:
 
     @cached_property
     def stages(self) -> list[range]:
-        """Indices of the operators of each stage. If there is a tail, the last entry is the tail.
+        """Indices of the operators of each stage, and finally of the tail, which runs once per step.
 
         Raises StageError if the model has too few stage boundaries.
         """
@@ -237,7 +237,7 @@ class TableCost:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages, without the tail."""
+        """Number of pipeline stages. The tail, which runs once per step, does not count."""
         return len(self.stages) - (self.table.tail_start is not None)
 
     def crossing(self, row: OperatorRow) -> BoundaryBytes:
@@ -247,7 +247,7 @@ class TableCost:
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """Bytes that each stage receives per microbatch. 0 for the tail."""
+        """Bytes that each stage receives per microbatch; 0 for the tail, which runs on the last stage's rank."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1 : self.num_stages]]
         nothing = BoundaryBytes(0.0, 0.0)
         return [nothing, *map(self.crossing, starts), *[nothing] * (len(self.stages) - self.num_stages)]

@@ -204,8 +204,9 @@ def _stages(priced: TableCost) -> list[_Stage]:
 def _with_tail_inputs(priced: TableCost, last: _Stage, tail: _Stage) -> tuple[_Stage, _Stage]:
     """Add the memory of the values that the tail receives to the last stage and to the tail.
 
-    The last stage keeps the values of each microbatch until they are merged into a copy for the tail. The tail's
-    backward computes gradients of the merged values, which stay until the last microbatch's backward.
+    The tail runs once for all microbatches. The last stage keeps the values of each microbatch until they are merged
+    into a copy for the tail. The tail's backward computes gradients of the merged values, which stay until the last
+    microbatch's backward.
     """
     row = priced.table.rows[priced.table.positions[priced.stages[-1].start]]
     merged, unkept, saved = (round(float((size or NOTHING).at(priced.tail_times)))

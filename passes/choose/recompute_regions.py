@@ -38,7 +38,7 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.run.recompute_spec import Recompute, check_names, recompute_mode_of, recompute_modes_of
 
 Groups = Mapping[str, str]
-"""{key of an operator: name of its group}. The operators of a group are recomputed together."""
+"""{key of an operator (`layers.3.mlp/linear`): its group}. The operators of a group are recomputed together."""
 
 Region = list[fx.Node]
 
@@ -201,7 +201,8 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 def _key(node: fx.Node) -> str:
     """Return the key of the traced operator from which a call of the stage graph was generated.
 
-    "" for a layout conversion, which has no traced operator.
+    A key such as `layers.3.mlp/linear` names a module and an operator. "" for a layout conversion, which has no traced
+    operator.
     """
     source, _ = source_of(node)
     return "" if operator_name(source) in _CONVERSIONS else facts(source).get("key", "")

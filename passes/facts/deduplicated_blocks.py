@@ -38,7 +38,7 @@ def note_blocks(trace: Trace) -> None:
 def check_blocks(trace: Trace) -> None:
     """Raise NotDeduplicable if a deduplicated block differs from the blocks before and after it.
 
-    Operators and facts are compared.
+    A deduplicated block represents several equal blocks. Operators and facts are compared.
     """
     for fold in trace.folds:
         blocks = beside(trace.graph, fold)

@@ -76,9 +76,9 @@ def selection_notes(trace: Trace) -> list[str]:
 
 
 def _share(node: fx.Node) -> float:
-    """Return the factor on the FLOPs of a matrix product whose operands are elements selected by masks.
+    """Return the number by which the FLOPs of a matrix product of selected elements are multiplied.
 
-    It is the assumed share of selected elements; 1 without selection.
+    It is the share of the elements that masks are assumed to select; 1 without masks.
     """
     values = [node, *node.all_input_nodes]
     return min((math.prod(facts(n).get("shares", {}).values()) for n in values), default=1.0)

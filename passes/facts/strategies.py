@@ -63,7 +63,7 @@ ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 _KINDS: Mapping[Cuts, frozenset[str]] = {
     "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
 }  # fmt: skip
-"""{what an axis shards (`Axis.cuts`): kinds of atoms that it may shard}.
+"""{what an axis shards (`Axis.cuts`): kinds of atoms (factors of dims) that it may shard}.
 
 `_keeps_weights` restricts the sharding of weights further.
 """
@@ -443,7 +443,9 @@ def _can_be_uneven(
 
 
 def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Return the sections of a factor that later operators need, or that an earlier `cat` concatenated."""
+    """Return the sections of a factor (a letter of the rule) that other operators need.
+
+    Later operators need sections of their inputs. An earlier `cat` has concatenated sections."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")

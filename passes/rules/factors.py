@@ -19,12 +19,12 @@ UNARY_LINEAR = ((0,),)
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:
-    """Return `count` dims, each with one new factor: `("d0",)`, `("d1",)`, ..."""
+    """Return `count` dims, each with one new letter of a sharding rule: `("d0",)`, `("d1",)`, ..."""
     return [(f"{prefix}{i}",) for i in range(count)]
 
 
 def names_and_dim(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
-    """Return the dims of a call's first operand, one factor each, and its non-negative argument `dim`.
+    """Return the dims of a call's first operand, one letter each, and its non-negative argument `dim`.
 
     The operand must have at least one dim.
     """
@@ -36,7 +36,7 @@ def pattern(
     node: fx.Node, inputs: Sequence, outputs: Sequence, whole: Sequence[str] = (),
     known: Mapping[str, int] = MappingProxyType({}), **options: Any,
 ) -> Pattern:  # fmt: skip
-    """Return the pattern of a call, given the factors of its dims.
+    """Return the sharding rule of a call (a `Pattern`), given the factors (letters) of its dims.
 
     Args:
         inputs: for each tensor input, its dims as tuples of factors.

@@ -38,7 +38,7 @@ def has_rule(name: str) -> bool:
 
 
 def contracted(rule: Rule) -> list[str]:
-    """Return the factors that a call sums over and that can be sharded.
+    """Return the factors (letters of the rule) that a call sums over and that can be sharded.
 
     Sharding one makes the output a partial sum.
     """

@@ -170,7 +170,7 @@ class _Writer:
         self.tail = _Writer(trace, _decisions_of_tail(decisions), rng, local_rows, self) if decisions.tail else None
 
     def writer_of(self, node: fx.Node) -> _Writer:
-        """Return the writer of an operator: this object, or `self.tail` for operators of the tail."""
+        """Return the writer of an operator: `self.tail` if it runs once for all microbatches, else `self`."""
         return self.tail if self.tail is not None and node in self.decisions.tail else self
 
     # Layouts
@@ -365,7 +365,8 @@ class _Writer:
     def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
         """Return the node with which the tail receives a value that the last stage computes per microbatch.
 
-        The runtime merges the microbatches, so the received value has no placement on `MICROBATCH_AXIS`.
+        The tail runs once for all microbatches. The runtime merges the microbatches of the value, so the received value
+        has no placement on `MICROBATCH_AXIS`.
         """
         assert self.trunk is not None
         last, layout = self.trunk.stages[-1], self.trunk.produced(node)
@@ -421,7 +422,7 @@ class _Writer:
         return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
-        """Add an input to the stage graph for a value that the prologue computes. Return its node.
+        """Add a stage input for a value that the prologue computes once per call. Return its node.
 
         Args:
             batch: placement of the shard that the runtime passes to each rank and microbatch; None: the full value.

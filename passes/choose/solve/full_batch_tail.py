@@ -21,7 +21,9 @@ _VIEWS = frozenset({"t", "transpose", "permute", "view", "reshape", "unsqueeze",
 
 
 def tail_of(chosen: Mapping[fx.Node, Strategy], mixing: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Return the tail: the operators that combine samples, and all operators that depend on them.
+    """Return the tail: the operators that must run once for all microbatches.
+
+    These are the operators in `mixing`, and all operators that depend on them.
 
     Args:
         chosen: {operator that depends on a parameter: its batch strategy}, in graph order.

@@ -107,7 +107,7 @@ class AxisConstraints:
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the options (strategies of an operator) that its pins and the axes solved earlier allow."""
+        """Return the options (strategies of an operator) that the user's pins and earlier axes allow."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._adapt_to_inner_axes(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
@@ -129,8 +129,8 @@ class AxisConstraints:
     def _contains_inner_shards(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> bool:
         """Return True if a shard on this axis can be a union of shards on the axes that were solved earlier.
 
-        The sharded factor must be experts or the sequence, and all these axes must shard it in the same way. The
-        product of the axis sizes must divide the size of the factor.
+        The sharded dim must be the experts or the sequence, and all these axes must shard it in the same way. The
+        product of the axis sizes must divide the size of the dim.
         """
         pattern = facts(node)["pattern"]
         assert pattern is not None, "an operator without a rule is not sharded"
@@ -154,7 +154,7 @@ class AxisConstraints:
         return any(place.is_dispatched for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """Return the placements of a parameter that its pins and the results for earlier axes allow."""
+        """Return the placements of a parameter that the user's pins and the axes solved earlier allow."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
@@ -274,7 +274,7 @@ def stacks_pinned(
 
 
 def data_axis_pins(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
-    """Return {parameter: its pins on the data axis, over which ZeRO shards parameters}.
+    """Return {parameter: the user's pins on the data axis, over which ZeRO shards parameters}.
 
     A pin shards or replicates the parameter. It also applies to flattened axes (`dp_cp`) that contain the data axis.
     """
@@ -308,7 +308,7 @@ class _Names:
         self.parameters |= {alias: name for name, others in trace.aliases.items() for alias in others}
 
     def matched(self, pin: LayoutPin, pins: Pins) -> tuple[list[str], list[fx.Node]]:
-        """Return the names of the parameters and operators that a pin matches.
+        """Return the names of the parameters and operators that a user's pin matches.
 
         Raises OptionError if the pin matches nothing, and LayoutError for a pin that shards a module.
         """
@@ -340,7 +340,7 @@ class _Names:
 
 
 def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
-    """Return the error for a pin that matches nothing. The error lists similar names."""
+    """Return the error for a user's pin that matches nothing. The error lists similar names."""
     return OptionError(f"the pin {asked} matches nothing in the model", where=where, hint=near_names(near, names))
 
 
@@ -351,7 +351,7 @@ def near_names(name: str, names: Iterable[str]) -> str:
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
-    """Raise OptionError for a pin on an axis that the mesh lacks, or on the pipeline axis."""
+    """Raise OptionError for a user's pin on an axis that the mesh lacks, or on the pipeline axis."""
     if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
@@ -440,7 +440,7 @@ def solve_pinned(
 def _layout_conflict(
     trace: Trace, mesh: Mesh, axis: str, pins: Pins, hold: Callable[[AxisConstraints], bool]
 ) -> LayoutError:  # fmt: skip
-    """Return the error for layout pins that conflict.
+    """Return the error for layout pins of the user that conflict.
 
     `hold`: function that returns True if the problem has a solution under the constraints in its argument.
     """
@@ -463,7 +463,7 @@ def _layout_conflict(
 
 
 def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
-    """Return a text that names the first weight or operator on which the pins conflict."""
+    """Return a text that names the first weight or operator on which the user's pins conflict."""
     for name, pins in pinned.parameters.items():
         if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
             return f"{_all_names_text(trace, name)} can have only one layout"

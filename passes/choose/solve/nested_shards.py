@@ -22,7 +22,7 @@ from autopart.ir.pattern import Pattern
 class InnerSharding(NamedTuple):
     """An operator's strategy on an inner axis, and the size of that axis.
 
-    An inner axis is an axis that was solved earlier. The strategy shards a factor that another axis may shard too.
+    An inner axis is an axis that was solved earlier. The strategy shards a dim that another axis may shard too.
     """
 
     strategy: Strategy
@@ -30,7 +30,7 @@ class InnerSharding(NamedTuple):
 
 
 def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
-    """Return True if a factor ends in the sequence and `parts` divides the length of the sequence.
+    """Return True if a factor (merged dim) ends in the sequence and `parts` divides the sequence length.
 
     A view can merge dims to one factor, such as (batch, sequence). The last of them varies fastest.
     """

@@ -244,7 +244,7 @@ class ShardingProblem:
             choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: AxisConstraints) -> ShardingProblem:
-        """Return a copy of this problem with other pins. Shardings over axes that are already solved stay."""
+        """Return a copy of this problem with other pins of the user. Constraints by solved axes stay."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return replace(self, pinned=replace(pinned, **known))
 

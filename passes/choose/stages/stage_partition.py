@@ -65,7 +65,7 @@ def find_partition(
     Args:
         begins: operator indices at which a stage must begin.
         inside: operator indices at which no stage may begin.
-        folds: deduplicated blocks of the trace.
+        folds: deduplicated blocks of the trace, each of which represents several equal blocks.
         send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
         tail: operators that run on the last stage after all microbatches. No other stage waits for them.
     """

@@ -42,7 +42,7 @@ def pinned_partition(
     Raises StageError with the conflicting pins if no partition follows all pins.
 
     Args:
-        folds: deduplicated blocks of the trace, used if there are no stage pins.
+        folds: deduplicated blocks of the trace (each represents several), used if there are no stage pins.
         send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
         tail: operators that run on the last stage after all microbatches.
     """

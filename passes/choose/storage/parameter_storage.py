@@ -33,7 +33,7 @@ class Storage:
 
     Args:
         zero: ZeRO stage.
-        pinned: {parameter: its pins on the data axis}.
+        pinned: {parameter: the user's pins on the data axis}.
         beside: {parameter: its layout on the axes that are already solved}.
     """
 

@@ -28,7 +28,7 @@ from autopart.plans.pins import LayoutPin
 def choose_sharded_storage(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
     """Return the layouts `stored` of the parameters, extended by their ZeRO shards.
 
-    Pinned parameters follow their pins. ZeRO 1 and 2 shard all parameters that are divisible. ZeRO 3 shards only
+    Pinned parameters follow the user's pins. ZeRO 1 and 2 shard all parameters that are divisible. ZeRO 3 shards only
     parameters of two dims or more.
 
     Args:
@@ -72,7 +72,7 @@ def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
 
 
 def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, problem: Problem) -> None:
-    """Raise LayoutError if a parameter cannot be stored as its pins request."""
+    """Raise LayoutError if a parameter cannot be stored as the user's pins request."""
     name_pins, pins = storage.pinned[name], problem.pins
     if not _agree(name_pins):
         clash = smallest_conflict(name_pins, _agree)

@@ -26,7 +26,7 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
 
 
 def dispatch_axes_of(call: LocalCall) -> str:
-    """Return the flattened axes (such as `dp_ep`) over which a MoE call dispatches rows to experts, or ""."""
+    """Return the flattened axes (such as `dp_ep`) over which a MoE call dispatches tokens, or ""."""
     return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_dispatched)
 
 
@@ -89,7 +89,7 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
-    """Emit the grouped product of rows with the local experts. Return None if experts are not sharded.
+    """Emit the grouped product of tokens with the local experts. None if experts are not sharded.
 
     If rows are not dispatched, the result is zero for rows whose expert is on another rank.
     """
@@ -100,7 +100,7 @@ def expert_linear(call: LocalCall) -> fx.Node | None:
 
 
 def to_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the dispatch: each rank gets the rows of its experts. Return None if experts are not sharded."""
+    """Emit the dispatch: each rank gets the tokens of its experts. None if experts are not sharded."""
     axes = _dispatch_axes(call, call.output_layout())
     x, expert, times, num_experts = call.args[:4]
     if axes.selected:
@@ -155,10 +155,10 @@ def _dispatch_axes(call: LocalCall, rows: Layout) -> _DispatchAxes:
 
 
 def _select_rows(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Emit the selection of the rows whose experts this rank has, on the axes `axes.selected`.
+    """Emit the selection of the rows (copies of tokens) whose experts this rank has.
 
-    Returns the selected rows of `x` and their expert indices. An all-to-all over `axes.all_to_all` follows. A dispatch
-    and its combine share the node of the expert indices.
+    The experts are sharded over `axes.selected`. Returns the selected rows of `x` and their expert indices. An
+    all-to-all over `axes.all_to_all` follows. A dispatch and its combine share the node of the expert indices.
 
     Args:
         rows: upper bound of the number of selected rows.
@@ -204,7 +204,7 @@ def _once(call: LocalCall, target: Callable[..., Any], *args: Any) -> fx.Node:
 def _all_to_all(
     call: LocalCall, way: _DispatchAxes, operator: Callable[..., Any], x: fx.Node, expert: fx.Node, times: int
 ) -> fx.Node:  # fmt: skip
-    """Emit the all-to-all that dispatches rows to experts, or returns (combines) them.
+    """Emit the all-to-all that dispatches rows (copies of tokens) to experts, or combines them.
 
     Ranks first exchange the numbers of rows. A dispatch and its combine share the node of this exchange.
 

@@ -81,7 +81,7 @@ def _refine_stretch(left: Sequence[int], right: Sequence[int], inputs: list, out
 
 
 def expand(node: fx.Node) -> Pattern:
-    """Return the rule of `expand`. Only the output has the factors of new and expanded dims."""
+    """Return the rule of `expand`. Only the output has the letters of new and expanded dims."""
     before, after = shape(node.args[0]), shape(node)
     outputs = names(len(after))
     aligned = outputs[len(after) - len(before) :]
