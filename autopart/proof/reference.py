@@ -42,7 +42,7 @@ from autopart.passes.pass_pipeline import PassError
 from autopart.proof.comparison import GraphUnderTest, Results, fixed_seed, relative, restore_buffers, tensor_by_name
 from autopart.proof.finite_values import NotFinite, explain, not_finite
 from autopart.recipe.make_plan import LIFTED, LIFTED_HALF, find_loss, prepare
-from autopart.tracing.meta_copy import copy_of
+from autopart.tracing.meta_copy import copy_of, references_to_copy
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH, drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.user_checkpoints import plain_checkpoints
@@ -99,14 +99,14 @@ class Reference:
         self._loss_fn = loss_fn  # a loss function that is a module is copied
         try:
             with quiet_shapes():
-                self._use(self._copy(source, in_double), arguments)
+                self._use(source, in_double, arguments)
         except PassError:
             raise
         except _CANNOT:
-            self._use(self._copy(source, _in_single), arguments, NOT_DOUBLE)
+            self._use(source, _in_single, arguments, NOT_DOUBLE)
         else:
             if self.infinite and not _is_double(source):
-                self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
+                self._use(source, _in_single, arguments, NOT_FINITE_IN_DOUBLE)
 
     def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Copy and convert the model. A loss module is copied with the model, because both can share tensors."""
@@ -116,14 +116,22 @@ class Reference:
         self._loss_fn = copied.get_submodule("loss_fn")
         return copied.get_submodule("model")
 
-    def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
-        """Trace a copy of the model, run it, and store the trace and results. Exceptions are not caught.
+    def _use(
+        self, source: nn.Module, convert: Callable[[nn.Module], nn.Module], arguments: Mapping[str, Any],
+        why_single: str = "",
+    ) -> None:  # fmt: skip
+        """Copy the model, trace the copy, run it, and store the trace and results. Exceptions are not caught.
 
         Args:
+            convert: casts the copy.
             why_single: reason why the copy is not in float64; "" if it is in float64.
         """
-        is_double = not why_single
-        self.base, self.is_double, self.notes = base, is_double, [] if is_double else [why_single]
+        self.base, self.is_double = self._copy(source, convert), not why_single
+        self.notes = [why_single] if why_single else []
+        with references_to_copy(source, self.base):
+            self._trace_and_run(self.base, arguments, not why_single)
+
+    def _trace_and_run(self, base: nn.Module, arguments: Mapping[str, Any], is_double: bool) -> None:
         self.model = base if self.loss_fn is None else WithLoss(base, self._loss_fn).train(self.training)
         self.arguments = self.converted(arguments)
         phase("tracing the model")

@@ -13,12 +13,14 @@ import types
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopart.common.empty_tensors import emptied
+from autopart.tracing.python.hidden_tensors import content_of, places_of, put_content
 
 _LISTS: tuple[Any, ...] = list, tuple, set, frozenset
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
@@ -119,6 +121,29 @@ def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             if _is_set(own):
                 cell.cell_contents = in_copy(own.cell_contents)
     return copied
+
+
+@contextmanager
+def references_to_copy(source: nn.Module, copied: nn.Module) -> Iterator[None]:
+    """Replace modules of a model by those of its copy, inside a `with` block, in all objects that both share.
+
+    Such an object is, for example, a list of instances that is an attribute of a class.
+    """
+    copies = dict(copied.named_modules())
+    modules = {id(module): copies[path] for path, module in source.named_modules() if path in copies}
+    shared = {id(place) for place in places_of(source)}
+    found = []
+    for place in places_of(copied):
+        content = content_of(place) if id(place) in shared else {}
+        if replaced := {key: modules[id(value)] for key, value in content.items() if id(value) in modules}:
+            found.append((place, content, replaced))
+    try:
+        for place, content, replaced in found:
+            put_content(place, {**content, **replaced}, list(replaced))
+        yield
+    finally:
+        for place, content, replaced in found:
+            put_content(place, content, list(replaced))
 
 
 def _can_be_copied(thing: Any, shared: Mapping[int, Any]) -> bool:

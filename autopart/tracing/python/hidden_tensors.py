@@ -70,9 +70,9 @@ class HiddenTensors:
     def __enter__(self) -> HiddenTensors:
         self.replaced.clear()
         self.left.clear()
-        self._before = [(place, _content(place)) for place in places_of(self.model)]
+        self._before = [(place, content_of(place)) for place in places_of(self.model)]
         for one in self.start:
-            _refill(one.place, {**_content(one.place), one.key: one.value}, [one.key])
+            put_content(one.place, {**content_of(one.place), one.key: one.value}, [one.key])
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -85,7 +85,7 @@ class HiddenTensors:
             if place.cache_info().misses != before["misses"] and any(map(_holds_tensors, gc.get_referents(place))):
                 place.cache_clear()
             return
-        now = _content(place)
+        now = content_of(place)
         changed = [key for key in {**before, **now} if before.get(key, now) is not now.get(key, before)]
         if not any(_holds_tensors(now.get(key)) or _holds_tensors(before.get(key)) for key in changed):
             return
@@ -95,7 +95,7 @@ class HiddenTensors:
                 self.replaced.append(ReplacedTensor(f"{_name_of(place)}{key}", value))
             elif not _holds_tensors(value) and _holds_tensors(now.get(key)):
                 self.left.append(Left(f"{_name_of(place)}{key}", place, key, now[key]))
-        _refill(place, before, changed)
+        put_content(place, before, changed)
 
 
 def places_of(model: nn.Module) -> list[Any]:
@@ -203,7 +203,7 @@ def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return thing
     if isinstance(thing, types.CellType):
-        return _content(thing).values()
+        return content_of(thing).values()
     if isinstance(thing, types.MethodType):
         return thing.__self__, thing.__func__
     if isinstance(thing, (staticmethod, classmethod)):
@@ -227,7 +227,7 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inside)
 
 
-def _content(place: Any) -> dict[Any, Any]:
+def content_of(place: Any) -> dict[Any, Any]:
     """Return the content of a dict, list, class, closure cell or cache as {key: value}."""
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
@@ -243,19 +243,19 @@ def _content(place: Any) -> dict[Any, Any]:
     return {id(value): value for value in place} if isinstance(place, set) else dict(enumerate(place))
 
 
-def _refill(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
-    """Reset a container to its content before the forward."""
+def put_content(place: Any, content: Mapping[Any, Any], changed: list[Any]) -> None:
+    """Set the entries of a container, class or closure cell. `changed`: the keys of entries that differ."""
     if isinstance(place, (list, deque, set)):
         fill: Callable[[Any], None] = place.update if isinstance(place, set) else place.extend
         place.clear()
-        fill(before.values())
+        fill(content.values())
     elif isinstance(place, types.CellType):
-        place.cell_contents = before.get("")
+        place.cell_contents = content.get("")
     elif isinstance(place, OrderedDict):
         place.clear()
-        place.update(before)
+        place.update(content)
     else:
-        _put_back(place, before, changed)
+        _put_back(place, content, changed)
 
 
 def _put_back(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:

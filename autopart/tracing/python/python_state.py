@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -39,6 +39,10 @@ Tracing replaces these parameters, which is not an effect of the forward.
 _CONTAINERS = (list, dict, set, OrderedDict)
 """Types of attributes that a forward may change in place. Hooks of a module are in an OrderedDict."""
 _CASTS = "aten::to", "aten::_to_copy", "aten::type_as"
+_LIKE = {f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty")} | {
+    f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty")
+}
+"""Operators that read only the metadata of their first argument."""
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
 """Words that fill the state of a random generator, so that it draws extreme numbers.
@@ -244,10 +248,14 @@ def _text(program: Any) -> str:
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
     casts = {node: _cast_of(node) for node in nodes}
-    codes = [_connected(module.graph, casts) for module in modules]
+    codes, connected = [], set[fx.Node]()
+    for module in modules:
+        kept = _connected(module.graph, casts)
+        codes.append(_text_of(kept, casts))
+        connected.update(kept)
     for node, cast in casts.items():
         value = program.constants[constants[node.name]]
-        if _has_values(value):
+        if node in connected and _has_values(value):
             value = value if cast is None else value.to(cast.meta["val"].dtype)
             codes.append(f"{value.dtype} {value.tolist()!r}")
     return "\n".join(codes)
@@ -259,29 +267,72 @@ def _cast_of(constant: fx.Node) -> fx.Node | None:
     return readers[0] if len(readers) == 1 and operator_name(readers[0]) in _CASTS else None
 
 
-def _connected(graph: fx.Graph, constants: Mapping[fx.Node, fx.Node | None]) -> str:
-    """Return the text of a graph, without calls that are not connected to any input, weight or output.
+def _connected(graph: fx.Graph, constants: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the nodes of a graph that are connected to an input, a weight or an output.
 
-    Such calls are, for example, initial values of a module that the forward creates. Constants appear without their
-    names.
+    Other nodes are, for example, initial values of a module that the forward creates. A node that reads only a shape
+    comes directly before its first use.
+    """
+    neighbours = nx.Graph((node, read) for node in graph.nodes for read in _value_inputs(node))
+    ends = [node for node in graph.nodes if node.op != "call_function" and node not in constants]
+    kept = set(ends).union(*(nx.node_connected_component(neighbours, node) for node in ends if node in neighbours))
+    ordered = dict[fx.Node, None]()
+    for node in graph.nodes:
+        if node in kept and _value_inputs(node) == node.all_input_nodes:
+            ordered |= {one: None for one in (*node.all_input_nodes, node) if one in kept}
+    return list(ordered)
+
+
+def _text_of(nodes: Sequence[fx.Node], constants: Mapping[fx.Node, fx.Node | None]) -> str:
+    """Return the text of the nodes of a graph. Constants appear without their names.
 
     Args:
         constants: {constant: cast of it that is left out of the text, or None}.
     """
-    neighbours = nx.Graph((node, read) for node in graph.nodes for read in node.all_input_nodes)
-    ends = [node for node in graph.nodes if node.op != "call_function"]
-    kept = set(ends).union(*(nx.node_connected_component(neighbours, node) for node in ends if node in neighbours))
     text, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     casts = {cast: constant for constant, cast in constants.items() if cast is not None}
-    for node in graph.nodes:
+    for node in nodes:
         if node in casts:
             copies[node] = copies[casts[node]]
         elif node in constants:
             copies[node] = text.placeholder("constant")
-        elif node in kept:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        else:
+            args = node.args
+            if _shape_read(node) is not None:
+                args = (str((_shape_read(node), args[0].meta["val"].dtype)), *args[1:])
+            args, kwargs = fx.map_arg((args, node.kwargs), copies.__getitem__)
             copies[node] = text.create_node(node.op, node.target, args, kwargs)
     return str(text)
+
+
+def _shape_read(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the shape of the first argument of `zeros_like` and similar operators; None for other operators."""
+    if node.op != "call_function" or operator_name(node) not in _LIKE or not isinstance(node.args[0], fx.Node):
+        return None
+    shape = tuple(node.args[0].meta["val"].shape)
+    return shape if all(isinstance(size, int) for size in shape) else None
+
+
+def _value_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the input nodes of which a node reads more than the shape and dtype."""
+    if _shape_read(node) is None:
+        return node.all_input_nodes
+    return [read for read in node.all_input_nodes if read is not node.args[0]]
+
+
+def _read_constants(program: Any) -> list[Any]:
+    """Return the constants of a trace of which an operator reads more than the shape and dtype."""
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    unread = {
+        lifted[node.name] for node in program.graph.find_nodes(op="placeholder")
+        if node.name in lifted and not any(node in _value_inputs(user) for user in node.users)
+    }  # fmt: skip
+    return [constant for name, constant in program.constants.items() if name not in unread]
+
+
+def _metadata(value: Any) -> Any:
+    """Replace tensors by their shape and dtype."""
+    return tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None, value)
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -330,7 +381,7 @@ def check_attributes(
     """Raise TraceError if a forward reads a tensor attribute that it changes for its next call.
 
     A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. For
-    numbers, and for tensors in attributes that had no tensor before, `again` traces the call again. The second trace
+    numbers, and for tensors in attributes without a tensor of this shape before, `again` traces the call again. The second trace
     starts with the values that the first forward stored. Both graphs must be equal. Only numbers and flags of modules
     may change the graph. Returns notes for the user, and {attribute: new value} of these numbers and flags.
 
@@ -341,12 +392,9 @@ def check_attributes(
     for attribute in _only_cast(state, program, again):
         del changed[attribute]
     before = [(attribute, value) for attribute, (value, _) in changed.items()]
+    constants = [*_read_constants(program), *known.read]
     for attribute, value in [*before, *state.caches.replaced]:
-        if any(
-            constant is tensor
-            for tensor in tensors_in(value)
-            for constant in (*program.constants.values(), *known.read)
-        ):
+        if any(constant is tensor for tensor in tensors_in(value) for constant in constants):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
                 refusal=Refusal.STATE,
@@ -355,7 +403,7 @@ def check_attributes(
             )
     first_tensors = {
         attribute: tree_map(_zeros, after) for attribute, (before, after) in changed.items()
-        if not _holds_tensors(before) and any(not known.is_fixed(tensor) for tensor in tensors_in(after))
+        if _metadata(before) != _metadata(after) and any(not known.is_fixed(tensor) for tensor in tensors_in(after))
     }  # fmt: skip
     left = [one for one in state.caches.left if any(not known.is_fixed(tensor) for tensor in tensors_in(one.value))]
     are_plain = _are_plain(numbers, model)
