@@ -85,7 +85,8 @@ def many_elements(
     """Decide conditions on data-dependent sizes during a trace.
 
     If torch's own code tests whether a data-dependent size is 0 or 1, the result is False. This is safe, because
-    torch's kernels for larger sizes also handle sizes 0 and 1.
+    torch's kernels for larger sizes also handle sizes 0 and 1. Layers of torch are treated as the model's code, if the
+    size depends on inputs alone.
 
     Args:
         answer_model: decides a condition in the model's code. Its arguments are the frame that evaluates the condition
@@ -103,7 +104,7 @@ def many_elements(
             frame = _asking_frame()
             if frame is None:
                 raise
-            outcome = _told(env, asked, frame, answer_model)
+            outcome = None if _is_of_layer(asked, frame) else _told(env, asked, frame, answer_model)
             if outcome is None:
                 outcome = decide(asked, frame)
             if outcome is None:
@@ -123,6 +124,11 @@ def many_elements(
 
     divide = staticmethod(operator.truediv)  # torch's own function fails on some values of a graph
     return attributes({(ShapeEnv, "evaluate_expr"): answer, (PythonReferenceAnalysis, "int_truediv"): divide})
+
+
+def _is_of_layer(asked: Any, frame: types.FrameType) -> bool:
+    """Return True if the code of a layer of torch compares a size."""
+    return "/torch/nn/modules/" in frame.f_code.co_filename and type(asked) in _COMPARISONS
 
 
 def all_selected() -> AbstractContextManager[Any]:

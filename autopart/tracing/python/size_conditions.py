@@ -204,7 +204,7 @@ def _recorded(name: str, left: Any, right: Any) -> Any:
     """Return the result of an operation on sizes. Record the operation, unless its result is a float."""
     operands = (left,) if right is None else (left, right)
     if not _are_numbers(operands):
-        return NotImplemented
+        return _with_symbol(name, *operands)
     result = _function(name)(*map(_plain, operands))
     if type(result) is not float:
         condition = SizeCondition(name, _expression(left), None if right is None else _expression(right), result)
@@ -215,8 +215,18 @@ def _recorded(name: str, left: Any, right: Any) -> Any:
 def _linear(name: str, left: Any, right: Any) -> Any:
     """Return the result of an operation that is linear in a size, without recording it."""
     if not _are_numbers((left, right)):
-        return NotImplemented
+        return _with_symbol(name, left, right)
     return _traced(_function(name)(_plain(left), _plain(right)), name, (left, right))
+
+
+def _with_symbol(name: str, *operands: Any) -> Any:
+    """Return the result of an operation on a size and a symbol of torch, which must have this size in all calls."""
+    if not any(isinstance(one, (torch.SymInt, torch.SymFloat)) for one in operands):
+        return NotImplemented
+    for one in operands:
+        if isinstance(one, (TracedSize, TracedFloat)):
+            one.conditions.record_equal(one)
+    return _function(name)(*map(_plain, operands))
 
 
 def _to_int(value: Any) -> int:
