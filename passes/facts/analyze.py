@@ -387,8 +387,15 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
     inputs_batched = made_here or any(
         atom.kind == BATCH for n in node.all_input_nodes if is_tensor(n) for dim in facts(n)["atoms"] for atom in dim
     )
+    selected = {
+        shape: atoms for source in tensor_inputs(node)
+        for shape, atoms in zip(source.meta["val"].shape, facts(source)["atoms"], strict=True) if selections_in(atoms)
+    } if node.op == "call_function" else {}  # fmt: skip
     atoms = []
     for i, size in enumerate(v.shape):
+        if size in selected:  # slices of such a dim would have wrong sizes
+            atoms.append(selected[size])
+            continue
         rows = i == 0 and size == batch and batch > 1 and kind == DATA_DIM and inputs_batched
         rows = rows and not facts(node).get("first_dim_is_data")
         atoms.append((Atom(size, BATCH if rows or i in facts(node)["rows"] else kind),))

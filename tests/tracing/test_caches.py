@@ -228,6 +228,47 @@ def test_what_the_first_call_casts_for_good_is_no_state():
         autopart.plan(Casts(reads_before=True).double(), "dp2", example_args=(x,))
 
 
+class Spikes(nn.Module):
+    """Keeps a membrane, whose shape is wrong in the first call, for all time steps of a call.
+
+    The membrane is set to zero by a list of all instances, as snntorch does, unless `resets` is false.
+    """
+
+    instances: ClassVar[list[nn.Module]] = []
+
+    def __init__(self, resets: bool, size: tuple[int, ...] = (0,)):
+        super().__init__()
+        Spikes.instances[:] = [self]
+        self.linear, self.resets, self.membrane = nn.Linear(8, 8), resets, torch.zeros(size)
+
+    def spike(self, x: Tensor) -> Tensor:
+        if self.membrane.shape != x.shape:
+            self.membrane = torch.zeros_like(x)
+        self.membrane = 0.9 * self.membrane + x
+        return torch.sigmoid(self.membrane - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in Spikes.instances if self.resets else ():
+            one.membrane = torch.zeros_like(one.membrane)
+        return sum(self.spike(self.linear(x[:, t])) for t in range(x.size(1)))
+
+
+@pytest.mark.parametrize("size", [(0,), (4, 8)])
+def test_state_that_each_call_sets_to_zero(size):
+    model, x = Spikes(resets=True, size=size), torch.rand(4, 3, 8)
+    assert autopart.verify(model, "tp2", example_args=(x,)).ok
+    assert Spikes.instances == [model]
+    assert has_values(model.membrane)
+    module = autopart.parallelize(model, "dp1", example_args=(x,))
+    results = [module(x), module(x)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], model(x))
+
+
+def test_state_of_another_shape_in_the_first_call_is_refused():
+    with pytest.raises(TraceError, match="forward\\(\\) stores a tensor in membrane, and the next call reads it"):
+        autopart.plan(Spikes(resets=False), "dp2", example_args=(torch.rand(4, 3, 8),))
+
+
 class Pair(tuple):
     """One without a length, as e3nn's Irrep is."""
 

@@ -102,6 +102,26 @@ def test_a_refusal_inside_vmap_leaves_no_transform_entered():
     torch.rand(1)  # raises inside of a vmap
 
 
+class Adaptive(nn.Module):
+    """A softmax by clusters, of which one has layers of size 0. Torch's layer compares numbers of selected rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.softmax = nn.Linear(8, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 20, cutoffs=[5, 10])
+
+    def forward(self, x, y):
+        return self.softmax(self.a(x), y).loss
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+@pytest.mark.parametrize("targets", [[3, 7, 9, 19, 4, 4, 12, 1], [6, 1, 6, 0, 7, 7, 7, 7]])
+def test_sizes_of_inputs_in_a_layer_of_torch(targets, mesh):
+    call = torch.randn(8, 8, dtype=torch.float64), torch.tensor(targets)
+    found = autopart.verify(Adaptive().double(), mesh, example_args=call)
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
 class WithNumbers(nn.Module):
     """Returns Python numbers beside its loss: of activations, and of a parameter."""
 

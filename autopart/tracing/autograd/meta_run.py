@@ -101,7 +101,7 @@ class _Placed(TorchFunctionMode):
             return packed
         func, args, kwargs = with_size((func, args, kwargs), self.known.value_of)
         self.known.write((func, args, kwargs), written_by(func, args, kwargs))
-        result = _on_one_device(TRACE_DECOMPOSITIONS.get(func, func), args, kwargs)
+        result = TRACE_DECOMPOSITIONS.get(func, func)(*args, **kwargs)
         self.known.note((func, args, kwargs), tensors, result)
         if func == _DEVICE:
             return self.device if result.type == "meta" else result
@@ -117,17 +117,6 @@ class _Placed(TorchFunctionMode):
             mask = self.known.value_of(Tensor.detach, part) if is_mask else UNKNOWN
             parts += [part] if mask is UNKNOWN else mask.nonzero().unbind(1)
         return tuple(parts) if type(index) is tuple or len(parts) > 1 else parts[0]
-
-
-def _on_one_device(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function. If it does not accept tensors on several devices, move all of them to meta."""
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as error:
-        if "same device" not in str(error):
-            raise
-        args, kwargs = tree_map(_on_meta, (args, kwargs))
-        return func(*args, **kwargs)
 
 
 class _Listed(int):
