@@ -286,3 +286,37 @@ def test_rows_that_do_not_fit_are_refused_on_every_rank(mesh, use):
     texts = run(wrong, mesh, use)
     assert len(set(texts)) == 1
     assert all(part in texts[0] for part in WRONG[mesh, use]), texts[0]
+
+
+class Trimmed(nn.Module):
+    """Reads a length, or selects rows, by values of which every rank has others."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.linear, self.reads = nn.Linear(8, 8), reads
+
+    def forward(self, x, lengths):
+        if self.reads:
+            x = x[:, : int(lengths.max())]
+        return self.linear(x)[lengths > 2].square().mean()
+
+
+def own_values(mesh):
+    torch.manual_seed(0)
+    x, lengths, results = torch.randn(8, 6, 8), torch.tensor([1, 3, 3, 2, 6, 4, 3, 5]), []
+    for reads in (False, True):
+        model = Trimmed(reads)
+        pm = autopart.parallelize(copy.deepcopy(model), mesh, local_batch=True)
+        try:
+            loss = pm.step(x.chunk(2)[pm.data_rank], lengths.chunk(2)[pm.data_rank])
+            results.append(float(loss - model(x, lengths)))
+        except InputError as error:
+            results.append(str(error))
+    return results
+
+
+@pytest.mark.large
+def test_values_that_differ_between_ranks():
+    for selected, error in run(own_values, "dp2"):
+        assert abs(selected) < 1e-6
+        assert "the model reads `int(lengths.max())`, and local_batch=True gives every data rank other samples" in error
