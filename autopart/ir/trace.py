@@ -138,8 +138,22 @@ class Trace:
         """
         run = _NamedTensorInterpreter(nn.Module(), garbage_collect_values=False, graph=self.graph)
         run.tensors, run.extra_traceback = tensors, False
-        run.run(*inputs)
+        try:
+            run.run(*inputs)
+        except (RuntimeError, NotImplementedError) as error:
+            if type(error) not in (RuntimeError, NotImplementedError):  # such as a lack of memory
+                raise
+            node = next(node for node in self.graph.nodes if node not in run.env)
+            raise OperatorError(node, str(error)) from error
         return run.env
+
+
+class OperatorError(RuntimeError):
+    """An operator of a graph that raised an error. `node`: its node."""
+
+    def __init__(self, node: fx.Node, text: str):
+        super().__init__(text)
+        self.node = node
 
 
 class _NamedTensorInterpreter(fx.Interpreter):

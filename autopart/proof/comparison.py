@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from autopart.errors import InputError
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
-from autopart.ir.graph import is_floating
+from autopart.ir.graph import describe, is_floating, short_name
 from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.ir.run.weight_updates import WeightUpdate
 from autopart.ir.sharding import local_shard_of
-from autopart.ir.trace import Trace
+from autopart.ir.trace import OperatorError, Trace
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.proof.summed_magnitudes import gradient_magnitudes, summed_magnitude
@@ -46,6 +47,9 @@ GRAD_FLOOR = 1e-4
 
 They are then only rounding errors, because all sums cancel (a shift of all classes).
 """
+
+_OF_DTYPES = "Double", "ComplexDouble", "dtype", "scalar type"
+"""Words in errors of operators that accept no float64."""
 
 Shards = dict[int, dict[str, nn.Parameter]]
 """{rank: {name: local shard of the parameter}}"""
@@ -139,7 +143,7 @@ def restore_buffers(model: nn.Module, written: Collection[str] = ()) -> Iterator
                 module._buffers.clear()
                 module._buffers.update(buffers)
             for buffer, value in before:
-                buffer.copy_(value)
+                (buffer if buffer.shape == value.shape else buffer.resize_(value.shape)).copy_(value)
             for parameter, value in parameters:
                 parameter.copy_(value)
 
@@ -199,8 +203,17 @@ class GraphUnderTest:
         tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
         device = next((weight.device for weight in self.weights.values()), None)
         inputs = (tensor.to(device) if device is not None else tensor for tensor in self.traced.call.tensors)
-        with fixed_seed(self.random_seed):
-            values = self.traced.values(inputs, tensors)
+        try:
+            with fixed_seed(self.random_seed):
+                values = self.traced.values(inputs, tensors)
+        except OperatorError as error:
+            if not any(word in str(error) for word in _OF_DTYPES):
+                raise
+            raise InputError(
+                f"verify() cannot run {short_name(error.node)} in float64",
+                why=str(error).strip().partition("\n")[0], where=describe(error.node),
+                hint="pm.step and pm(...) run it in the model's dtype: compare these with the model",
+            ) from error  # fmt: skip
         for value in values.values() if retain_grads else ():
             if isinstance(value, Tensor) and value.requires_grad:
                 value.retain_grad()

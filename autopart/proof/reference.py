@@ -43,6 +43,7 @@ from autopart.proof.comparison import GraphUnderTest, Results, fixed_seed, relat
 from autopart.proof.finite_values import NotFinite, explain, not_finite
 from autopart.recipe.make_plan import LIFTED, LIFTED_HALF, find_loss, prepare
 from autopart.tracing.meta_copy import copy_of, references_to_copy
+from autopart.tracing.python.assigned_buffers import FIRST_CALL, changed_shape
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH, drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.user_checkpoints import plain_checkpoints
@@ -228,6 +229,10 @@ class Reference:
             by_torch = DRAWN_BY_TORCH in subject.traced.notes
             with fixed_seed(), plain_checkpoints(), drawn_by_torch(as_numbers=True) if by_torch else nullcontext():
                 flat = tree_flatten(call(self.model, self.arguments))[0]
+            for name, value in before.items():
+                if self.buffer(name).shape != value.shape:
+                    now = self.buffer(name)
+                    raise changed_shape(type(self.base).__name__, name, value, now, FIRST_CALL)
             written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}
             results = subject.differentiate(flat, written, subject.traced.parameters)

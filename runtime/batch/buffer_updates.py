@@ -17,6 +17,7 @@ from autopart.runtime.batch.batch_split import merge_output
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate
 from autopart.runtime.gradients.reductions import flatten, unflatten
+from autopart.tracing.python.assigned_buffers import FIRST_CALL, changed_shape
 
 NewBuffers = Mapping[str, Tensor]
 """{buffer: its new value}."""
@@ -59,6 +60,10 @@ def write_buffers(
         if "pp" in process.groups:
             owner = stage_coordinate(stage.index, program.num_stages, process.mesh.size("pp"), stage_style)
             new = _from_owner(buffers, new, stage.updates, owner, process)
+        for update in stage.updates:  # an operator may return another shape than the trace has
+            if new[update.name].shape != buffers[update.name].shape:
+                old, now = buffers[update.name], new[update.name]
+                raise changed_shape("the model", update.name, old, now, FIRST_CALL)
         with torch.no_grad():
             for update in stage.updates:
                 buffers[update.name].copy_(new[update.name])

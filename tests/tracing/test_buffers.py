@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from traced import run_of, verified
 
 import autopart
+from autopart.errors import InputError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.passes.normalize import batch_norm_forms
 from autopart.recipe.make_plan import prepare
@@ -194,3 +195,32 @@ def test_tracing_and_verifying_leave_the_model_alone():
     autopart.parallelize(model, "tp1", example_kwargs=batch("batch norm")).step(**batch("batch norm"))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates torch.ao.quantization
+def test_fake_quantization_while_training():
+    """Its first call changes the shape of buffers, and its operator accepts no float64."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    model, x = Quantized(), torch.randn(4, 8)
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    model = quantization.prepare_qat(model.train())
+    text = r"changes the shape of its buffer 'linear.weight_fake_quant.scale'.*\n.*\n.*call the model once before"
+    with pytest.raises(TraceError, match=text):
+        autopart.parallelize(copy.deepcopy(model), "dp1", example_args=(x,)).step(x)
+    with pytest.raises(TraceError, match=text):
+        autopart.verify(model, "dp2", example_args=(x,))
+    model(x)
+    with pytest.raises(InputError, match=r"verify\(\) cannot run _fused_moving_avg_obs_fq_helper.* in float64"):
+        autopart.verify(model, "dp2", example_args=(x,))
+    module = autopart.parallelize(copy.deepcopy(model), "dp1", example_args=(x,))
+    for _ in range(2):
+        assert module.step(x) == pytest.approx(float(model(x)), rel=1e-6)

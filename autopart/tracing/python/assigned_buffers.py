@@ -81,12 +81,7 @@ class AssignedBuffers:
                 self._note_cache(module, name, new, known)
                 continue
             if buffer is None or new is None or new.shape != buffer.shape:
-                was, now = ("None" if b is None else f"of shape {list(b.shape)}" for b in (buffer, new))
-                raise TraceError(
-                    f"{type(module).__name__} changes the shape of its buffer '{name}' in its forward",
-                    refusal=Refusal.STATE, why=f"it was {was}, and is {now}",
-                    hint="create the buffer with its largest shape, and write parts of it",
-                )  # fmt: skip
+                raise changed_shape(type(module).__name__, name, buffer, new)
             with torch.no_grad():
                 buffer.copy_(new)
 
@@ -103,6 +98,22 @@ class AssignedBuffers:
                 "or call the model once before parallelize()",
             )
         self.caches[module, name] = _BufferMetadata(new.shape, new.dtype, new.device)
+
+
+FIRST_CALL = "call the model once before parallelize(), if only the first call changes the shape"
+
+
+def changed_shape(
+    owner: str, name: str, before: Tensor | None, after: Tensor | None,
+    hint: str = "create the buffer with its largest shape, and write parts of it",
+) -> TraceError:  # fmt: skip
+    """Return the error of a forward that changes the shape of a buffer of `owner`."""
+    was, now = ("None" if buffer is None else f"of shape {list(buffer.shape)}" for buffer in (before, after))
+    return TraceError(
+        f"{owner} changes the shape of its buffer '{name}' in its forward",
+        refusal=Refusal.STATE, why=f"it was {was}, and is {now}",
+        hint=hint,
+    )  # fmt: skip
 
 
 def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Tensor]:

@@ -381,9 +381,9 @@ def check_attributes(
     """Raise TraceError if a forward reads a tensor attribute that it changes for its next call.
 
     A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. For
-    numbers, and for tensors in attributes without a tensor of this shape before, `again` traces the call again. The second trace
-    starts with the values that the first forward stored. Both graphs must be equal. Only numbers and flags of modules
-    may change the graph. Returns notes for the user, and {attribute: new value} of these numbers and flags.
+    numbers, and for tensors in attributes without a tensor of this shape before, `again` traces the call again. The
+    second trace starts with the values that the first forward stored. Both graphs must be equal. Only numbers and flags
+    of modules may change the graph. Returns notes for the user, and {attribute: new value} of these numbers and flags.
 
     Args:
         computed: returns the part of a graph that must be equal; by default the entire graph.
