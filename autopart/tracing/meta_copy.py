@@ -125,7 +125,7 @@ def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @contextmanager
 def references_to_copy(source: nn.Module, copied: nn.Module) -> Iterator[None]:
-    """Replace modules of a model by those of its copy, inside a `with` block, in all objects that both share.
+    """Replace modules of a model by those of its copy in all objects that both share.
 
     Such an object is, for example, a list of instances that is an attribute of a class.
     """

@@ -306,7 +306,7 @@ def _text_of(nodes: Sequence[fx.Node], constants: Mapping[fx.Node, fx.Node | Non
 
 
 def _shape_read(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of the first argument of `zeros_like` and similar operators; None for other operators."""
+    """Return the shape of the first argument of `zeros_like` and similar operators, else None."""
     if node.op != "call_function" or operator_name(node) not in _LIKE or not isinstance(node.args[0], fx.Node):
         return None
     shape = tuple(node.args[0].meta["val"].shape)

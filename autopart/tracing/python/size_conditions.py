@@ -220,7 +220,10 @@ def _linear(name: str, left: Any, right: Any) -> Any:
 
 
 def _with_symbol(name: str, *operands: Any) -> Any:
-    """Return the result of an operation on a size and a symbol of torch, which must have this size in all calls."""
+    """Return the result of an operation on a size and a symbol of torch.
+
+    The size must be equal in all calls.
+    """
     if not any(isinstance(one, (torch.SymInt, torch.SymFloat)) for one in operands):
         return NotImplemented
     for one in operands:
