@@ -133,39 +133,53 @@ def search(
     tell(as_json, data, "\n".join(lines))
 
 
+def _label(path: str, paths: tuple[str, ...]) -> str:
+    """Return the file's name without its ending, or the path if files in other folders have that name."""
+    stems = [Path(other).stem for other in paths]
+    return Path(path).stem if stems.count(Path(path).stem) == 1 else path
+
+
 @main.command()
-@click.argument("path", metavar="PLAN.JSON")
+@click.argument("paths", metavar="PLAN.JSON...", nargs=-1, required=True)
 @click.option(
     "--output", "-o", metavar="PATH", default="plan.html", show_default=True, help="File to write the page to."
 )
 @JSON
 @reports_errors
-def report(path: str, output: str, as_json: bool) -> None:
-    """Write a plan as one page of HTML: the predicted step, its timeline and memory, layouts, notes.
+def report(paths: tuple[str, ...], output: str, as_json: bool) -> None:
+    """Write plans as one HTML page: time, timeline, memory, placements, and changes with their predicted gains.
+
+    Several plans are compared side by side, and each has a tab.
 
     \b
     Example:
       autopart report plan.json -o plan.html
+      autopart report tp8.json pp8.json -o both.html
     """
-    Plan.load(path).report(output)
+    from autopart.show.report.page import write
+
+    write({_label(path, paths): Plan.load(path) for path in paths}, output, {})
     tell(as_json, {"wrote": output}, f"wrote {output}")
 
 
 @main.command()
 @click.argument("path", metavar="PLAN.JSON")
+@click.option("--trace", metavar="PATH", help="File to write the step to, for ui.perfetto.dev.  [default: none]")
 @JSON
 @reports_errors
-def simulate(path: str, as_json: bool) -> None:
+def simulate(path: str, trace: str | None, as_json: bool) -> None:
     """Predict a training step of a plan on its hardware: time, bubble, memory, collectives.
 
     \b
     Example:
-      autopart simulate plan.json
+      autopart simulate plan.json --trace step.json
     """
     plan = Plan.load(path)
     from autopart.cost.predict.simulate import simulate as simulate_plan
 
     simulation = simulate_plan(plan)
+    if trace is not None:
+        simulation.save_trace(trace)
     tell(as_json, simulation.as_data(), str(simulation))
 
 

@@ -294,7 +294,10 @@ class Plan:
             return ShownText(explain(self))
 
     def report(self, path: str | Path, graphs: Mapping[str, Any] | None = None) -> None:
-        """Write one HTML page: the predicted step, its timeline and memory, the plan, its notes.
+        """Write the plan as one HTML page with charts, which needs no network.
+
+        It shows the predicted step and where its time goes, the timeline, the memory of every rank, the model's blocks
+        with their placements and collectives, and changes with their predicted gains.
 
         Args:
             graphs: generated graphs (`torch.fx.GraphModule`) to print too, by title.
@@ -303,10 +306,10 @@ class Plan:
         Example:
             >>> plan.report("plan.html")    # doctest: +SKIP
         """
-        from autopart.show.report import write
+        from autopart.show.report.page import write
 
         with reading_figures(self):
-            write(self, path, graphs or {})
+            write([self], path, graphs or {})
 
 
 def line_of(text: str, *keys: str) -> str:

@@ -245,6 +245,20 @@ class Cost(dict[str, Any]):
         self._check_divides(mesh)
         return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
 
+    def variant(self, mesh: Mesh, schedule: Schedule, zero: int) -> Figures:
+        """Predict the step and the memory for another mesh, schedule and ZeRO stage, with the plan's global batch.
+
+        Args and errors are as for `at`. ZeRO-3 cannot be changed to or from, because its gathers are operators.
+        """
+        setting = self._setting({})
+        stages = mesh.size("pp") * schedule.virtual_stages
+        if schedule.name is not None:
+            check_schedule(schedule.name, stages, mesh.size("pp"), schedule.microbatches)
+        self._check_divides(mesh)
+        cuts = setting.cuts if stages == len(self._plan.cuts) + 1 else None
+        changed = replace(setting, mesh=mesh, schedule=schedule, zero=zero, cuts=cuts)
+        return replace(self._figures(self._predict(changed)), notes=self._notes(mesh, {"b": changed.b}))
+
     def _check_divides(self, mesh: Mesh) -> None:
         """Raise LayoutError if a rank of this mesh would have no shard of some matrix product."""
         from autopart.cost.predict.operator_work import CHOSEN, chosen_ranks
@@ -284,10 +298,13 @@ class Cost(dict[str, Any]):
         return Figures(simulation.step_time_s, memory["total"], simulation.parts, kinds)
 
     def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
+        return self._predict(self._setting(sizes), hardware)
+
+    def _predict(self, setting: RunSetting, hardware: Hardware | None = None) -> Simulation:
         from autopart.cost.hardware.profile import Hardware
         from autopart.cost.predict.table import predict
 
-        return predict(self.table, self._setting(sizes), hardware or Hardware.load(self._plan.hardware))
+        return predict(self.table, setting, hardware or Hardware.load(self._plan.hardware))
 
     def _setting(self, sizes: Mapping[str, float]) -> RunSetting:
         """Return the mesh, schedule and options of the plan, with some sizes changed.

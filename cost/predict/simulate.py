@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from autopart.common.text import TEXT_WIDTH, quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import time_s
+from autopart.cost.predict.step_trace import chrome_trace
 from autopart.cost.predict.timeline import Durations, Timeline, timeline
-from autopart.errors import PlanError
+from autopart.errors import OptionError, PlanError
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedules import Schedule, can_run
@@ -113,6 +116,20 @@ class Simulation:
         if self.plan is not None:
             data |= {"step": step_size(self.plan), "fits": fits(self.plan)}
         return data
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the predicted step in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open.
+
+        Each `pp` coordinate is a process. Its threads are the actions of the schedule, and the work of the step's end:
+        gradient reduction and optimizer. Raises OptionError if the file cannot be written.
+
+        Example:
+            >>> autopart.simulate(plan).save_trace("step.json")    # doctest: +SKIP
+        """
+        try:
+            Path(path).write_text(json.dumps(chrome_trace(self.timeline)), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"cannot write the trace to {path}", why=error.strerror or str(error)) from error
 
     def __str__(self) -> str:
         plan = self.plan

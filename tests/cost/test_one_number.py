@@ -12,6 +12,7 @@ import torch
 import zoo
 from click.testing import CliRunner
 from cost_models import gpt, llama
+from report_page import texts_of
 
 import autopart
 from autopart.cli.main import main
@@ -80,7 +81,7 @@ def test_every_place_says_the_same_number(case, tmp_path):
     plan.save(tmp_path / "plan.json")
     told = CliRunner().invoke(main, ["simulate", str(tmp_path / "plan.json"), "--json"]).output
     assert json.loads(told)["step_time_s"] == plan.cost["step_time_s"]
-    texts = (plan.explain(), (tmp_path / "plan.html").read_text())
+    texts = (plan.explain(), texts_of((tmp_path / "plan.html").read_text()))
     for text in (*texts, str(step)):
         assert mfu in words(text) and step_size(plan) in words(text) and fit_text(plan) in words(text)
     for text in texts:
@@ -212,9 +213,10 @@ def test_a_plan_that_does_not_fit_says_so_everywhere_and_what_would_help(profile
     assert f"memory='{quantity(capacity, 'B').replace(' ', '')}'" in note
     again = Plan.from_json(plan.to_json())
     again.report(tmp_path / "plan.html")
-    for text in (plan.explain(), again.explain(), str(autopart.simulate(again)), (tmp_path / "plan.html").read_text()):
+    page = texts_of((tmp_path / "plan.html").read_text())
+    for text in (plan.explain(), again.explain(), str(autopart.simulate(again)), page):
         assert f"{quantity(needed, 'B')} on the fullest rank: IT DOES NOT FIT, small has" in words(text)
-    for text in (again.explain(), (tmp_path / "plan.html").read_text()):
+    for text in (again.explain(), page):
         assert "to fit into memory: " in text
     # Every process writes the same.
     assert autopart.plan(model, "dp2,tp8", example_kwargs=batch, hardware=profile).notes == plan.notes

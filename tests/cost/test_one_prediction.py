@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from cost_models import gpt
+from report_page import texts_of
 
 import autopart
 from autopart.common.text import quantity
@@ -18,7 +19,7 @@ from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.plans.plan import Plan
 from autopart.recipe.compiler import make_plan, prepare
-from autopart.show.report import page
+from autopart.show.report.page import page
 from autopart.tracing.trace_model import bind_call
 
 EXACT, NEAR = 1e-9, 0.05
@@ -75,9 +76,9 @@ def test_all_sources_say_the_same(name, mesh, options):
     assert by_table.step_time_s == pytest.approx(step.step_time_s, rel=EXACT)
     assert plan.cost["step_time_s"] == read["step_time_s"] == step.step_time_s
     assert max(step.peak_memory_bytes) == fullest and step.memory == plan.memory
-    for text in (str(plan.explain()), page(plan, {}), str(step)):
+    for text in (str(plan.explain()), texts_of(page({"plan": plan})), str(step)):
         assert f"{quantity(fullest, 'B')} on the fullest rank" in " ".join(text.split())
-    for text in (str(plan.explain()), page(plan, {})):
+    for text in (str(plan.explain()), texts_of(page({"plan": plan}))):
         assert f"{quantity(step.step_time_s, 's')} a step" in " ".join(text.split())
 
 

@@ -1,5 +1,6 @@
 """A simulated step: its work is the plan's, its actions the runtime's, and nothing faster makes it slower."""
 
+import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ import autopart
 from autopart.common.text import quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.simulate import training_time_s
-from autopart.errors import PlanError
+from autopart.errors import OptionError, PlanError
 from autopart.ir.run.schedule_actions import actions
 from autopart.plans.plan import Plan
 
@@ -208,3 +209,18 @@ def test_a_pipeline_that_waits_for_its_sends_says_what_would_not(tmp_path):
     assert not said(hardware=fast)[1]
     assert not said(hardware=profile(tmp_path, link_bytes_per_s=1e15, link_latency_s=1e-3))[1], "a toy's latency"
     assert autopart.verify(model, "pp2", plan=ahead, example_kwargs=batch).ok
+
+
+def test_a_trace_has_every_action(tmp_path):
+    step = simulated(profile(tmp_path), "pp2,dp2")
+    step.save_trace(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    spans = [(rank, span) for rank, spans in enumerate(step.timeline.spans) for span in spans]
+    drawn = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    assert [(e["pid"], e["ts"] / 1e6, e["args"]["stage"], e["args"]["microbatch"]) for e in drawn] == [
+        (rank, pytest.approx(span.start_s), span.stage, span.microbatch) for rank, span in spans
+    ]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) / 1e6 == pytest.approx(step.step_time_s)
+    with pytest.raises(OptionError, match=r"cannot write the trace to .*\n.*No such file"):
+        step.save_trace(tmp_path / "nowhere" / "step.json")

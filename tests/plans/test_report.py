@@ -1,42 +1,23 @@
-"""The report: one page that stands alone and says what the plan and the simulator say."""
+"""The report: one page that needs no network and shows what the plan and the simulator say."""
 
 import re
-from html.parser import HTMLParser
+import shutil
+from dataclasses import replace
 
 import pytest
 import zoo
 from click.testing import CliRunner
+from report_page import data_of, texts_of
 
 import autopart
 from autopart.cli.main import main
 from autopart.common.text import quantity
-from autopart.show.report import MOST
+from autopart.plans.plan import Plan
+from autopart.show.report.page import page
+from autopart.show.report.report_data import MOST_ACTIONS, MOST_LINES
+from autopart.show.report.suggestions import SHOWN, suggestions
 
-
-class Page(HTMLParser):
-    """Its tags, its text, and whether every tag is closed."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.words, self.open = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
-def read(path):
-    page = Page(path.read_text())
-    assert not page.open, "every tag is closed"
-    return page
+HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
@@ -45,35 +26,81 @@ def plan():
     return autopart.plan(model, "pp2,tp2", example_kwargs=batch)
 
 
-def test_a_page_stands_alone_and_says_what_the_plan_says(plan, tmp_path):
-    plan.report(tmp_path / "plan.html")
-    page, text = read(tmp_path / "plan.html"), (tmp_path / "plan.html").read_text()
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "img"} and "http" not in text
-    said = "".join(page.words)
-    simulation = autopart.simulate(plan)
-    assert quantity(simulation.step_time_s, "s") in said and str(plan.explain()) in said
-    assert all(kind in said for kind in simulation.parts)
-    assert all(quantity(row["total"], "B") in said for row in plan.memory)
+@pytest.fixture(scope="module")
+def shown(plan):
+    return data_of(page({"plan": plan}))["plans"][0]
 
 
-def test_every_action_is_drawn_where_it_runs(plan, tmp_path):
+def test_a_page_needs_no_network_and_shows_what_the_plan_says(plan, tmp_path):
     plan.report(tmp_path / "plan.html")
+    html = (tmp_path / "plan.html").read_text()
+    assert not re.search(r"<(link|img|iframe)\b|<script[^>]* src|@import|url\(", html.partition("<script>")[0])
+    texts, simulation = texts_of(html), autopart.simulate(plan)
+    assert quantity(simulation.step_time_s, "s") in texts and str(plan.explain()) in texts
+    assert all(kind in texts for kind in simulation.parts if kind not in ("matmul", "attention", "other"))
+    assert all(quantity(row["total"], "B") in texts for row in plan.memory)
+    assert len(html) < 5_000_000
+
+
+def test_the_timeline_has_every_action(plan, shown):
     timeline = autopart.simulate(plan).timeline
-    boxes = [attrs for tag, attrs in read(tmp_path / "plan.html").tags if tag == "rect"]
-    spans = [(rank, span) for rank, found in enumerate(timeline.spans) for span in found]
-    assert len(spans) < MOST
-    drawn = [(float(b["x"]) / 1000, float(b["width"]) / 1000, int(b["y"]) // 26) for b in boxes]
-    for rank, span in spans:
-        start, length = (s / timeline.step_time_s for s in (span.start_s, span.end_s - span.start_s))
-        assert any(abs(x - start) < 1e-4 and abs(w - length) < 1e-3 and row == rank for x, w, row in drawn)
+    assert sum(map(len, timeline.spans)) < MOST_ACTIONS
+    for line, spans in zip(shown["timeline"]["lines"], timeline.spans, strict=True):
+        expected = [[span.start_s, span.end_s, span.kind, span.stage, span.microbatch] for span in spans]
+        assert line["actions"] == expected
 
 
-def test_names_are_escaped(plan, tmp_path):
-    from dataclasses import replace
+def test_the_waterfall_adds_up_to_the_busiest_rank(plan, shown):
+    parts = autopart.simulate(plan).parts
+    rows = shown["waterfall"]
+    assert sum(row["s"] for row in rows) == pytest.approx(sum(parts.values()), rel=1e-12)
+    assert rows[0]["group"] == "ideal" and {row["name"] for row in rows} >= {"tp all_reduce", "optimizer"}
 
-    replace(plan, notes=("<script>alert(1)</script> & more",)).report(tmp_path / "plan.html")
-    text = (tmp_path / "plan.html").read_text()
-    assert "<script" not in text and "&lt;script&gt;" in text
+
+def test_every_operator_and_parameter_is_in_a_block(plan, shown):
+    blocks = {block["name"]: block for stage in shown["stages"] for block in stage["blocks"]}
+    assert sum(len(block["operators"]) for block in blocks.values()) == len(plan.operators)
+    assert sum(len(block["parameters"]) for block in blocks.values()) == len(plan.parameters)
+    (mlp,) = [block for name, block in blocks.items() if name.endswith(".mlp")]
+    assert ["c_fc.weight", plan.parameters["transformer.h.*.mlp.c_fc.weight"]] in mlp["parameters"]
+    assert any(text.startswith("tp forward: all_reduce") for text in mlp["collectives"])
+
+
+def test_names_cannot_become_markup(plan):
+    html = page({"plan": replace(plan, notes=(HOSTILE,), model={**plan.model, "class": HOSTILE})})
+    assert "<img" not in html.partition("<script>")[0] and HOSTILE in data_of(html)["plans"][0]["notes"]
+
+
+def test_a_suggestion_is_what_a_plan_predicts(plan):
+    model, batch = zoo.gpt2()
+    found = suggestions(plan)
+    assert 0 < len(found) <= SHOWN and [row.step_time_s for row in found] == sorted(row.step_time_s for row in found)
+    row = next(row for row in found if not row.notes)  # its layouts are those of a new plan
+    options = eval(f"dict({row.change})")
+    again = autopart.plan(model, **{"mesh": "pp2,tp2", "microbatches": plan.schedule.microbatches} | options,
+                          example_kwargs=batch)  # fmt: skip
+    assert again.cost["step_time_s"] == pytest.approx(row.step_time_s, rel=0.05)
+    assert row.gain == pytest.approx(1 - row.step_time_s / plan.cost["step_time_s"], rel=1e-9)
+
+
+def test_a_plan_that_does_not_fit_gets_changes_that_fit(plan):
+    needed = max(row["total"] for row in plan.memory)
+    small = replace(plan, cost={**plan.cost, "device_memory_bytes": 0.97 * needed})
+    assert all(row.memory_bytes <= 0.97 * needed and row.fits for row in suggestions(small))
+
+
+def test_several_plans_are_compared(plan, tmp_path):
+    model, batch = zoo.gpt2()
+    other = autopart.plan(model, "dp2,tp2", example_kwargs=batch)
+    for name, one in (("pipeline", plan), ("data", other)):
+        one.save(tmp_path / f"{name}.json")
+    paths = [str(tmp_path / f"{name}.json") for name in ("pipeline", "data")]
+    result = CliRunner().invoke(main, ["report", *paths, "-o", str(tmp_path / "both.html")])
+    assert result.exit_code == 0, result.output
+    data = data_of((tmp_path / "both.html").read_text())
+    assert [row["label"] for row in data["comparison"]["rows"]] == ["pipeline", "data"] and len(data["plans"]) == 2
+    assert min(row["slower"] for row in data["comparison"]["rows"]) == 1
+    assert "mesh" in data["comparison"]["diff"]
 
 
 @pytest.mark.large
@@ -81,13 +108,50 @@ def test_a_module_prints_its_graph(tmp_path):
     model, batch = zoo.gpt2()
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
     pm.report(tmp_path / "own.html")
-    said = "".join(read(tmp_path / "own.html").words)
-    assert "Graph of stage 0" in said and re.search(r"torch\.ops\.aten\.linear", said)
+    texts = texts_of((tmp_path / "own.html").read_text())
+    assert "Graph of stage 0" in texts and re.search(r"torch\.ops\.aten\.linear", texts)
 
 
-def test_command_line(plan, tmp_path):
-    plan.save(tmp_path / "plan.json")
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")])
-    assert result.exit_code == 0 and (tmp_path / "plan.html").exists(), result.output
+def test_a_page_that_cannot_be_written(plan, tmp_path):
     with pytest.raises(autopart.AutopartError, match=r"cannot write the report to .*\n.*No such file"):
         plan.report(tmp_path / "nowhere" / "plan.html")
+
+
+@pytest.mark.large
+def test_many_ranks_stay_readable(plan):
+    many = page({str(index): plan for index in range(3)})
+    assert len(data_of(many)["plans"][0]["timeline"]["lines"]) <= MOST_LINES and len(many) < 5_000_000
+
+
+@pytest.mark.large
+def test_a_browser_draws_it_without_errors(plan, tmp_path):
+    """Clicks, search, tabs and colours in headless Chromium: needs `pip install playwright` and a browser."""
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    api = pytest.importorskip("playwright.sync_api")
+    if browser_path is None:
+        pytest.skip("no Chromium")
+    hostile = replace(plan, notes=(HOSTILE,))
+    (tmp_path / "page.html").write_text(page({"first": hostile, "second": plan}))
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        tab, faults = browser.new_page(viewport={"width": 1280, "height": 900}), []
+        tab.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        tab.on("pageerror", lambda error: faults.append(str(error)))
+        tab.on("dialog", lambda dialog: faults.append(dialog.message))
+        tab.on("request", lambda request: None if request.url.startswith("file:") else faults.append(request.url))
+        tab.goto((tmp_path / "page.html").as_uri())
+        assert tab.locator(".chart canvas, .chart svg").count() >= 5
+        tab.locator("button.block", has_text="attn").first.click()
+        assert "Operators" in tab.locator(".details").inner_text()
+        tab.locator("input[type=search]").fill("c_fc")
+        assert tab.locator(".block.match").count() >= 1 and tab.locator(".block.other").count() >= 1
+        tab.get_by_role("tab", name="second").click()
+        assert tab.locator("[role=tab][aria-selected=true]").inner_text() == "second"
+        tab.get_by_role("button", name=re.compile("dark|light")).click()
+        assert tab.locator(".chart").count() >= 5
+        assert faults == []
+        browser.close()
+
+
+def test_a_plan_from_a_file_has_the_same_report(plan):
+    assert page({"plan": Plan.from_json(plan.to_json())}) == page({"plan": plan})

@@ -1,0 +1,38 @@
+"""Timeline of a predicted step as events in the Chrome trace format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopart.cost.predict.timeline import Timeline
+
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
+"""Names of the kinds of actions in traces and reports."""
+
+_SCHEDULE, _END = 0, 1
+_US = 1e6
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """Return the trace as JSON data. Each `pp` coordinate is a process; times are microseconds."""
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(timeline.spans):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pp {rank} (predicted)"}})
+        for thread, name in ((_SCHEDULE, "schedule"), (_END, "gradients and optimizer")):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
+        for span in spans:
+            events.append(
+                _event(f"{ACTION_NAMES[span.kind]} {span.microbatch}", rank, _SCHEDULE, span.start_s, span.end_s)
+                | {"args": {"stage": span.stage, "microbatch": span.microbatch}}
+            )
+        for name, (start_s, end_s) in (
+            ("gradient reduction", timeline.grad_sums[rank]), ("optimizer", timeline.optimizers[rank])
+        ):  # fmt: skip
+            if end_s > start_s:
+                events.append(_event(name, rank, _END, start_s, end_s))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(name: str, rank: int, thread: int, start_s: float, end_s: float) -> dict[str, Any]:
+    times = {"ts": start_s * _US, "dur": (end_s - start_s) * _US}
+    return {"ph": "X", "name": name, "cat": "predicted", "pid": rank, "tid": thread, **times}
