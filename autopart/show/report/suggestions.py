@@ -56,11 +56,11 @@ def suggestions(plan: Plan) -> list[Suggestion]:
     except AutopartError:  # plans of older versions have no cost table
         return []
     capacity = cost.get("device_memory_bytes")
-    must_shrink = bool(capacity) and now.memory_bytes > capacity
+    must_shrink = capacity is not None and now.memory_bytes > capacity
     found = []
     for change, figures in _predictions(plan, cost):
         gain = 1 - figures.step_time_s / now.step_time_s
-        fits = figures.memory_bytes <= capacity if capacity else None
+        fits = figures.memory_bytes <= capacity if capacity is not None else None
         if fits is not False and (must_shrink or gain >= MIN_GAIN):
             found.append(Suggestion(change, figures.step_time_s, figures.memory_bytes, gain, fits, figures.notes))
     return sorted(found, key=lambda suggestion: suggestion.step_time_s)[:SHOWN]
