@@ -310,10 +310,7 @@ class TableCost:
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
-        """Return the axis over which a `dp_sync` method synchronizes a parameter's gradient.
-
-        The tuple is empty if the gradient is all-reduced.
-        """
+        """Return the axis over which a `dp_sync` method synchronizes a gradient; () if it is all-reduced."""
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
     def _zero_axis(self, name: str) -> str:
