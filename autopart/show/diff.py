@@ -139,7 +139,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
         on_axes = [str(text) for axis, text in entry.items() if axis in plan.mesh]
         text = "; ".join(on_axes)
         alone = {place.strip() for one in on_axes for side in one.split("->") for place in side.split(",")} <= {"R", ""}
-        return REPLICATED if alone else text + " (weight stored otherwise)" * bool(entry.get("keep"))
+        return REPLICATED if alone else text + " (weight stored with another placement)" * bool(entry.get("keep"))
 
     return _by_name("operators", a, b, a.operators, b.operators, wording)
 

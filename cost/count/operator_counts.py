@@ -331,7 +331,7 @@ class _Counter:
         return OperatorWork(node, (one,), parts[False], parts[True])
 
     def _width(self, query: fx.Node) -> Size:
-        """Return the head width of attention as a `Size`. It is constant: no mesh or batch size changes it."""
+        """Return the head width of attention as a `Size`. No mesh or batch size changes the width."""
         return Size.of(float(self.walk.values[query].form.shape[-1]), Exponents())
 
     def _row(self, node: fx.Node) -> int:
@@ -342,7 +342,7 @@ class _Counter:
     def _queries(self, node: fx.Node) -> Size:
         """Return the number of queries of attention as a `Size` (a polynomial in batch and sequence).
 
-        The number scales with the sequence if the FLOPs of the attention do.
+        The number scales with the sequence length if the FLOPs of the attention scale with it.
         """
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))

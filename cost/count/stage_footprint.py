@@ -35,8 +35,8 @@ class MemoryBuffer:
     Args:
         lives: True if the buffer exists before and after a microbatch, such as the buffer of a parameter.
         made_by: the node that allocates it.
-        again: True for a gathered or cast weight. Such a buffer is not saved for backward. If the backward reads the
-            weight, it gathers or casts it again.
+        again: True for a gathered or cast weight. Such a buffer is not saved for backward. A backward that reads the
+            weight gathers or casts the weight again.
     """
 
     size_bytes: int

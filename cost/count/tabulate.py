@@ -308,7 +308,7 @@ def _mixed_precision_ratios(trace: Trace, name: str) -> tuple[float, float]:
 def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
     """Return the argument `blocks` of `tabulate` for a trace in which each block represents only itself.
 
-    It is {module path of a list of repeated blocks: indices of its blocks}.
+    The argument is {module path of a list of repeated blocks: indices of its blocks}.
     """
     counts: dict[str, int] = {}
     for name in repeated_blocks(trace.graph).values():

@@ -322,7 +322,7 @@ class _MemoryTracker:
     def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, max_in_flight: int) -> None:
         """Copy gradients into a flat buffer and start their reduction.
 
-        If `max_in_flight` reductions already run, it first waits for the earliest of them.
+        If `max_in_flight` reductions run already, the rank first waits for the earliest of these reductions.
 
         Args:
             flat_bytes: bytes of the flat buffer.

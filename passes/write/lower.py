@@ -110,7 +110,8 @@ def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
 def write_local(call: LocalCall) -> fx.Node:
     """Write a call into the program of one rank.
 
-    The local form of the call's rule writes it. Without a local form, it is written as traced.
+    If the sharding rule of the call has a local form (a function that writes a call for one rank), the local form
+    writes the call. Otherwise the call is written as traced.
     """
     local = local_form(call.node)
     written = local(call) if local is not None else None

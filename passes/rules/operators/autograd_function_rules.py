@@ -28,9 +28,9 @@ The rules in `tables.py` have further sets.
 def backward_is_linear(node: fx.Node) -> bool:
     """Return True if an operator's backward is linear in the output gradients.
 
-    If it is linear, partial sums of output gradients give partial sums of input gradients. The backward of a user's
-    autograd Function may clip or normalize gradients. It is linear if every operator in its traced backward is linear
-    in the gradients. The backward of all other operators is linear.
+    A linear backward turns partial sums of output gradients into partial sums of input gradients. The backward of a
+    user's autograd Function may be nonlinear, because it may clip or normalize gradients. It counts as linear if every
+    operator in the traced backward is linear in the gradients. The backward of all other operators is linear.
     """
     user_function = made_for(node)
     backward = user_function.examined.backward if user_function is not None else None

@@ -33,8 +33,8 @@ def dispatch_axes_of(call: LocalCall) -> str:
 def _sharding_axes(call: LocalCall, factor: str) -> str:
     """Return the flattened axes over which the experts (or the rows of a table) are sharded, or "".
 
-    On some of these axes, rows are dispatched to the rank of their expert. On the other axes, every rank has all rows,
-    and its result is zero for rows of experts that it does not have.
+    Over some of these axes, tokens are dispatched to the ranks of their experts. Over all other axes, every rank has
+    all tokens, and computes zeros for tokens whose expert is on another rank.
     """
     dispatch_axes, sharding_axes = mesh_axes_of(dispatch_axes_of(call)), call.axes_sharding(factor)
     return "_".join(axis for axis in call.strategies if axis in dispatch_axes or axis in sharding_axes)
