@@ -1,8 +1,8 @@
-"""Interface for data-parallel synchronisation other than an all-reduce of gradients (`dp_sync`).
+"""Interface for data-parallel methods other than an all-reduce of gradients (option `dp_sync`).
 
-The class `GradientSync` is the default for `dp_sync="all_reduce"`. Its methods do nothing, because buckets reduce all
-gradients. The optional package `autopart.extras.dp_sync` subclasses it for methods that compress gradients or average
-models.
+The class `GradientSync` is used for `dp_sync="all_reduce"`, the default. Its methods do nothing, because buckets reduce
+all gradients. The optional package `autopart.extras.dp_sync` has a subclass for methods that compress gradients or
+average models.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autopart.runtime.comm.process_mesh import Process
 class GradientSync:
     """Data-parallel synchronisation of one module on this rank. This base class does nothing.
 
-    A `dp_sync` method, such as PowerSGD, reduces the gradients of a parameter over the outermost data axis.
+    A `dp_sync` method, such as PowerSGD, reduces gradients over the outermost data axis, in place of the bucket of the
+    parameter.
 
     Attributes:
-        methods: {parameter: method}. Buckets do not reduce the gradients of these parameters over the outermost data
-            axis.
-        unsharded: {sharded parameter with a method: tensor without storage}. During a step, `.grad` of the tensor
-            receives the full gradient.
+        methods: {parameter: its `dp_sync` method}, for parameters with such a method.
+        unsharded: {sharded parameter with a method: unsharded placeholder, whose storage is freed}. During a step,
+            `.grad` of the placeholder receives the full gradient.
     """
 
     def __init__(self, process: Process):
@@ -44,14 +44,14 @@ class GradientSync:
         """Switch to a program and its parameters. Called for each new program of the module.
 
         Args:
-            program: the program. It includes the parameters of all earlier programs.
+            program: the new program, which includes the parameters of all earlier programs.
             parameters: {name: local parameter}.
         """
 
     # --- In a step
 
     def with_unsharded(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return `parameters`, with sharded parameters replaced by their tensors in `unsharded`."""
+        """Return `parameters`, in which tensors of `unsharded` replace sharded parameters."""
         return parameters
 
     def reduce_by_method(self, loss_scale: float = 1.0) -> None:
@@ -67,10 +67,12 @@ class GradientSync:
     # --- In the user's own backward
 
     def synchronise_in_backward(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
-        """Hook the outputs of a differentiable call, so that its backward synchronises gradients once.
+        """Add hooks to the outputs of a differentiable call, so that its backward synchronises gradients once.
+
+        Returns the outputs with hooks.
 
         Args:
-            outputs: the outputs.
+            outputs: outputs of the call.
             leave: function that returns True if the backward leaves gradients unsynchronised (`no_sync`).
         """
         return tuple(outputs)
@@ -78,12 +80,12 @@ class GradientSync:
     # --- Checks
 
     def problem(self, in_step: bool) -> UsageError | None:
-        """Return an error if gradient hooks would get gradients that are not synchronised yet, else None.
+        """Return an error if gradient hooks would run before gradients are synchronised, else None.
 
         The result is equal on every rank.
 
         Args:
-            in_step: True in `step`, which runs hooks after synchronisation.
+            in_step: True in `step`, which runs gradient hooks after synchronisation.
         """
         return None
 
@@ -91,7 +93,7 @@ class GradientSync:
         """Raise UsageError before the second step if the method averages models and no optimizer is attached."""
 
     def check_gradients(self, call: str) -> None:
-        """Raise UsageError if data ranks have different weights, because then no global gradient exists."""
+        """Raise UsageError if data ranks have different weights: a global gradient does not exist then."""
 
     # --- State
 
@@ -103,7 +105,7 @@ class GradientSync:
 def sync_for(program: Program, current: GradientSync) -> GradientSync:
     """Return the `GradientSync` for a program.
 
-    It is a new one if a parameter has a `dp_sync` method, else `current`.
+    This is `current`, unless a parameter of the program has a `dp_sync` method that `current` cannot run.
     """
     has_method = any(stored.method is not None for stored in program.parameters.values())
     return with_methods(current) if has_method else current

@@ -1,7 +1,7 @@
 """`no_sync()`: accumulate unreduced gradients of several batches, and reduce them once.
 
 Until the reduction, `.grad` of a parameter is this rank's partial gradient. If `.grad` already has a reduced gradient
-of earlier calls, the first rank keeps it and the other ranks set it to zero. So the reduction counts it once.
+of earlier calls, all ranks except the first set it to zero. The reduction then counts the earlier gradient once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class NoSync:
     """State of `no_sync()` for one module. All flags are equal on every rank.
 
     Attributes:
-        is_open: the module is inside `no_sync()`, so calls leave their gradients unreduced.
-        are_some: `.grad` contains partial gradients.
-        are_expected: a forward ran inside `no_sync()`, and its backward has not run yet.
+        is_open: True inside `no_sync()`: calls then leave their gradients unreduced.
+        are_some: True if `.grad` contains partial gradients.
+        are_expected: True if a forward ran inside `no_sync()` and its backward has not run yet.
         reduce_by_method: function that reduces gradients of parameters that have a `dp_sync` method. It is called after
             all other reductions.
     """
@@ -55,7 +55,7 @@ class NoSync:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Leave the gradients of calls in this `with` block unreduced."""
+        """Context manager in which calls leave their gradients unreduced."""
         before, self.is_open = self.is_open, True
         try:
             yield
@@ -84,7 +84,7 @@ class NoSync:
         return None
 
     def begin(self) -> None:
-        """Prepare `.grad` for partial gradients: set reduced gradients to zero on all ranks but the first."""
+        """Prepare `.grad` for partial gradients: on all ranks but the first, set reduced gradients to zero."""
         if self.are_some:
             return
         assert self.program is not None
@@ -145,9 +145,9 @@ def sharded_error(program: Program) -> UsageError | None:
 
 
 def check_reduced(process: Process, call: str) -> None:
-    """Raise UsageError on every rank if gradients are unreduced.
+    """Raise UsageError on every rank if `.grad` contains partial gradients (`no_sync`).
 
-    `call`: name of the caller, for the message.
+    `call`: name of the call that needs reduced gradients, for the message.
     """
     if process.unreduced:
         raise UsageError(

@@ -1,12 +1,12 @@
 """Buckets of parameters that are unsharded together and whose gradients are reduced together.
 
-In a step, gradients accumulate in `.grad`, and the `Reducer` starts the reduction of each bucket.
+In `step()`, gradients accumulate in `.grad`, and the `Reducer` starts the reduction of each bucket.
 
-In a backward that the user starts, gradients may be results of `torch.autograd.grad`. So autograd functions reduce the
-gradients. Each bucket has two such functions, so that the reduction overlaps with the backward. `_StartReduce` is
-inserted before the first use of the bucket's parameters. Its backward starts the reduction. `_WaitReduce` runs before
-all other autograd functions in forward. Its backward waits for the reduction. Autograd first runs the backward of
-nodes that were created last, so the backward of `_WaitReduce` runs at the end.
+In a backward that the user starts, gradients may be results of `torch.autograd.grad`, not in `.grad`. Autograd
+functions therefore reduce them. Each bucket has two such functions, so that the reduction overlaps with the backward.
+`_StartReduce` is inserted before the first use of the bucket's parameters, and its backward starts the reduction.
+`_WaitReduce` runs before all other autograd functions in forward, and its backward waits for the reduction. Autograd
+runs the backward of nodes in reverse order of their creation, so the backward of `_WaitReduce` runs at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnshardStrategy(Protocol):
         """Wait for the all-gather, and return the unsharded parameters."""
 
     def reshard(self) -> None:
-        """Free the unsharded parameters. Called when the current backward does not need them any more."""
+        """Free the unsharded parameters. It is called when the current backward needs them no more."""
 
 
 class ParamBucket:
@@ -41,14 +41,14 @@ class ParamBucket:
 
     Args:
         stored: {name: this rank's parameter or shard}.
-        strategy: reduces the gradients.
+        strategy: object that reduces the gradients.
         queue: reductions in flight on this rank.
-        leaves: tensors that accumulate gradients during a step. None: those in `stored`.
-        targets: tensors whose `.grad` receives reduced gradients. None: those in `stored`.
-        unshard: all-gather of the parameters. None: they are not sharded.
-        each_microbatch: True to reduce gradients after every microbatch of a step, not once a step.
+        leaves: tensors into whose `.grad` autograd accumulates during a step. None: the tensors in `stored`.
+        targets: tensors whose `.grad` receives reduced gradients. None: the tensors in `stored`.
+        unshard: all-gather of the parameters. None: the parameters are not sharded.
+        each_microbatch: True to reduce gradients after every microbatch (ZeRO-2), False to reduce once per step.
         unreduced: state of `no_sync()`. None: the bucket does not support `no_sync()`.
-        reducer: reducer of the stage, with ZeRO 3. Then autograd functions reduce gradients in `step()` too.
+        reducer: with ZeRO-3: reducer of the stage. Autograd functions then reduce gradients in `step()` too.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ParamBucket:
     # --- In a step.
 
     def reduce_accumulated(self, is_last: bool = True) -> None:
-        """Launch the reduction of the gradients that a step has accumulated. Does nothing without gradients.
+        """Launch the reduction of the gradients that a step has accumulated, if there are any.
 
         `is_last`: True if no later microbatch adds to these gradients.
         """
@@ -102,7 +102,11 @@ class ParamBucket:
         return (yield from into_grads(reduction, targets))
 
     def _take_accumulated(self, position: int) -> Tensor:
-        """Return a parameter's gradient from the microbatches since the last reduction, and reset it."""
+        """Return the gradient that a parameter has accumulated since the last reduction, and reset it.
+
+        Args:
+            position: index of the parameter in the bucket.
+        """
         leaf, earlier = self.leaves[position], self.accumulated.pop(position, None)
         grad = _take_gradient(leaf)
         if grad is None:
@@ -111,9 +115,9 @@ class ParamBucket:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Move gradients from `.grad` to sums in the strategy's `accumulate_dtype`, if it has one.
+        """Add `.grad` to a sum in the strategy's `accumulate_dtype`, if it has one, and reset `.grad`.
 
-        Called after each microbatch except the last.
+        It is called after each microbatch except the last.
         """
         dtype = self.strategy.accumulate_dtype
         for position, leaf in enumerate(self.leaves if dtype is not None and not self.each_microbatch else ()):
@@ -136,19 +140,19 @@ class ParamBucket:
         return pending, _WaitReduce.apply(pending, *self.stored)
 
     def cross(self) -> tuple[Tensor, ...]:
-        """Pass the unsharded parameters into a graph. In their backward, their gradients are reduced."""
+        """Return unsharded parameters for a graph, whose backward reduces their gradients."""
         pending, arrived = self.arrival or self._arrive()
         return _StartReduce.apply(self, pending, *arrived)
 
     def enter(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return unsharded parameters for a graph, at the first use of the bucket.
+        """Return unsharded parameters for a graph. The graph calls it at the first use of the bucket.
 
-        In a differentiable call, the backward of these parameters reduces their gradients. In a step, waits for the
-        all-gather and returns `tensors`.
+        In a differentiable call, the backward of the returned tensors reduces their gradients. In `step()`, it waits
+        for the all-gather and returns `tensors`.
 
         Args:
             names: names of the parameters.
-            tensors: the parameters that autograd accumulates into.
+            tensors: the parameters, into whose `.grad` autograd accumulates.
         """
         if self.arrival is None:
             if self.unshard is not None:
@@ -162,7 +166,7 @@ class ParamBucket:
         """Start to reduce gradients, in the backward of a differentiable call.
 
         Args:
-            pending: receives the reduced gradients.
+            pending: object that receives the reduction, and then the reduced gradients.
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
             was_open: True if the forward ran inside `no_sync()`.
@@ -198,7 +202,8 @@ class ParamBucket:
 class _StartReduce(torch.autograd.Function):
     """Autograd function that unshards a bucket in forward, and starts to reduce its gradients in backward.
 
-    Backward returns placeholders of stride 0, because `_WaitReduce` returns the reduced gradients.
+    Its backward returns placeholders (tensors of stride 0). The backward of `_WaitReduce` replaces them by the reduced
+    gradients.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""Launch of gradient reductions during the backwards of a step: each when its bucket is complete.
+"""Launch of gradient reductions during a step's backwards, as the gradients of buckets get complete.
 
 The buckets of a stage are sorted by the order in which the backward completes them, so the last block comes first.
 Hooks on autograd's accumulation nodes signal that a gradient is ready. Buckets are always launched in sorted order, so
-all ranks launch the same collectives in the same order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule
-runs the weight backward separately, there are no accumulation nodes. Then a bucket is launched when the weight backward
-ends.
+all ranks launch their collectives in one order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule runs
+the weight backward separately (zero-bubble), autograd has no accumulation nodes. All buckets are then launched when the
+weight backward ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ class Reducer:
         queue: reductions in flight on this rank.
         microbatches: backwards per step.
         splits_backward: True if the schedule runs the weight backward separately, one weight after the other.
-        shared: buckets whose gradients other stages of this rank also accumulate into.
-        shard_reduce_axes: {parameter: axes} for ZeRO-3 parameters. The gradient of the shard is all-reduced over these
-            axes, once per step.
+        shared: buckets whose parameters other stages of this rank use too.
+        shard_reduce_axes: {ZeRO-3 parameter: axes over which the gradient of its shard is all-reduced, once per step}.
     """
 
     def __init__(
@@ -51,9 +50,9 @@ class Reducer:
         return self.backwards >= self.microbatches - 1
 
     def take_earlier(self, name: str, shard: Tensor) -> Tensor | None:
-        """Return the gradient of a shard that earlier microbatches have accumulated, and set `.grad` to None.
+        """Return the gradient of a shard from earlier microbatches, which is in `.grad`, and reset `.grad`.
 
-        Called in the last backward of a step. A second call in the step returns None.
+        It is called in the last backward of a step. A second call for a shard in one step returns None.
         """
         if name in self.completed:
             return None
@@ -62,7 +61,7 @@ class Reducer:
         return earlier
 
     def arm(self) -> None:
-        """Begin a step: from now on hooks launch reductions."""
+        """Begin a step: from now on, hooks on gradients launch reductions."""
         for index, bucket in enumerate(self.buckets):
             for name, leaf in zip(bucket.names, bucket.leaves, strict=True):
                 if name not in self.nodes and leaf.requires_grad:
@@ -76,9 +75,9 @@ class Reducer:
         self.completed.clear()
 
     def _add_hook(self, index: int, name: str, leaf: Tensor) -> None:
-        """Hook the autograd node that accumulates the gradient of a parameter.
+        """Add a hook to the autograd node that accumulates the gradient of a parameter.
 
-        The hook has only a weak reference to this object, so that it does not keep this object alive.
+        The hook has only a weak reference to this reducer, so that the reducer can be freed.
         """
         on_gradient = weakref.WeakMethod(self._on_gradient)
         view: Any = leaf.view_as(leaf).grad_fn

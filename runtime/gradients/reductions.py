@@ -1,6 +1,7 @@
 """Gradient reductions that overlap with compute, and the queue of reductions in flight.
 
-A reduction is a generator, so that the code can continue between its collectives.
+A reduction is a generator that yields after it has launched a collective. The caller can compute before it resumes the
+generator, which waits for the collective.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class ReduceStrategy:
     """Interface of the collectives that reduce the gradients of a bucket.
 
     Attributes:
-        max_in_flight: maximum number of reductions with a buffer in flight, including the next reduction.
+        max_in_flight: maximum number of reductions in flight that need a buffer, including the one to launch.
         small_bytes: in a backward that the user starts, more reductions can be in flight if their total bytes are at
             most `small_bytes`.
-        reduces_shards: True if gradient shards are also all-reduced over further groups once per step (HSDP).
+        reduces_shards: True if, after a reduce-scatter, gradient shards are all-reduced over further groups once per
+            step (HSDP).
         accumulate_dtype: dtype in which a step accumulates gradients of several microbatches. None: autograd
             accumulates them in the dtype of the parameters.
     """
@@ -52,8 +54,8 @@ class ReduceStrategy:
         Args:
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
-            earlier: gradient shards of earlier microbatches, which are added before the all-reduce over further groups.
-                None: this call does not all-reduce over further groups.
+            earlier: gradient shards of earlier microbatches, to add before the all-reduce over further groups. None: no
+                all-reduce over further groups in this call.
             is_owned: True if nothing else uses `grads`, so that the reduction may write to them.
         """
         raise NotImplementedError
@@ -74,7 +76,7 @@ def into_grads(reduction: Reduction, targets: Sequence[Tensor]) -> Reduction:
 
 @dataclass(eq=False)
 class Pending:
-    """A reduction of a bucket's gradients that is in flight or finished.
+    """Handle of the reduction of a bucket's gradients, which is in flight or finished.
 
     Attributes:
         reduction: the generator of the reduction. None before its launch and after its last collective.
@@ -101,8 +103,7 @@ class Pending:
     def finish(self) -> list[Tensor] | None:
         """Wait for the reduced gradients and return them. None: the reduction has stored them in `.grad`.
 
-        This object then has no reference to the gradients, because autograd copies a gradient that has other
-        references.
+        Afterwards this object has no reference to the gradients. Otherwise autograd would copy them into `.grad`.
         """
         while self.reduction is not None:
             self.advance()
@@ -116,7 +117,7 @@ def finished(reduction: Reduction) -> list[Tensor]:
 
 
 class ReductionQueue:
-    """Reductions in flight on this rank, in the order of their launch, which is equal on all ranks."""
+    """Queue of the reductions in flight on this rank, in launch order. The order is equal on all ranks."""
 
     def __init__(self) -> None:
         self.first: list[Pending] = []
@@ -125,13 +126,13 @@ class ReductionQueue:
         """Reductions over further groups. They work in the memory of the reduced gradients."""
 
     def launch(self, pending: Pending, reduction: Reduction, max_in_flight: int, small_bytes: int = 0) -> None:
-        """Launch a reduction. If too many buffers are in flight, wait for earlier reductions first.
+        """Launch a reduction. If too many buffers are in flight, first wait for earlier reductions.
 
         Args:
-            pending: receives the reduced gradients.
+            pending: handle that receives the reduced gradients.
             reduction: the reduction.
             max_in_flight: maximum number of buffers in flight, including the buffer of this reduction.
-            small_bytes: more buffers may be in flight if their total bytes are at most `small_bytes`.
+            small_bytes: more buffers than that may be in flight if their total size is at most `small_bytes`.
         """
         self.first, self.further = (
             [one for one in row if one.reduction is not None and one is not pending]
@@ -182,9 +183,9 @@ class AllReduceStrategy(ReduceStrategy):
     def start(self, grads: Sequence[Tensor], present: Sequence[int], earlier: object, is_owned: bool) -> Reduction:
         """Return the all-reduce of gradients as a generator.
 
-        A single gradient that is owned is reduced in place. Several gradients are copied into a flat tensor. The
-        results are views of the flat tensor, as with DDP's `gradient_as_bucket_view`. If the dtype or the strides of
-        an owned gradient differ from its view, the result is copied into the gradient.
+        A single gradient with `is_owned` is reduced in place. Several gradients are copied into a flat tensor. The
+        results are views of the flat tensor, as with DDP's `gradient_as_bucket_view`. But if an owned gradient has
+        another dtype or other strides than its view, the result is copied into the gradient.
         """
         dtype = sent_dtype(self.reduce_dtype, grads[0])
         in_place = is_owned and len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
@@ -212,7 +213,7 @@ class AllReduceStrategy(ReduceStrategy):
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Copy the elements of all tensors into one vector, in the tensors' dtype if `dtype` is None."""
+    """Copy the elements of all tensors into one vector of `dtype`, by default the dtype of the tensors."""
     if dtype in (None, tensors[0].dtype):
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)

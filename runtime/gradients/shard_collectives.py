@@ -1,8 +1,8 @@
 """Buckets of sharded parameters: one all-gather and one gradient reduce-scatter per bucket.
 
-The shards of all parameters of a bucket are concatenated in a flat vector, and padded if a dim splits unevenly. If
-ranks compute different samples, each rank has a partial gradient, and the bucket is reduce-scattered. If all ranks
-compute all samples, each rank has the complete gradient and slices out its shard.
+The shards of all parameters of a bucket are concatenated in a flat vector. If a dim splits unevenly, shards are padded.
+If ranks compute different samples, each rank has a partial gradient, and the gradients of the bucket are
+reduce-scattered. If all ranks compute all samples, each rank has the complete gradient and slices out its shard.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopart.runtime.gradients.reductions import ReduceStrategy, Reduction, fin
 
 @dataclass(frozen=True)
 class ShardedParam:
-    """A parameter that is stored sharded over one axis.
+    """Description of a parameter that is sharded over a mesh axis, for collectives over that axis.
 
     Attributes:
         name: name of the parameter.
-        shape: shape of the unsharded parameter on this rank, after splits over other axes.
-        cut: split over the axis.
+        shape: shape of the parameter on this rank without this sharding. It may be sharded over other axes.
+        cut: how the parameter is split over the axis.
         sums: True if each rank has a partial gradient; False if the gradient is replicated.
         dtype: dtype of the shard.
         read_dtype: dtype of the unsharded parameter. A shard is cast to it before the all-gather.
@@ -48,7 +48,7 @@ class ShardedParam:
 
     @staticmethod
     def of(name: str, shard: Tensor, gather: ParameterGather, ranks: int) -> ShardedParam:
-        """Return a description of a parameter, from this rank's shard and the all-gather in the stage graph."""
+        """Describe a parameter, given this rank's shard and the parameter's all-gather in the stage graph."""
         shape = (*shard.shape[: gather.dim], gather.size, *shard.shape[gather.dim + 1 :])
         cut = DimSharding(gather.dim, gather.size, gather.sections, ranks)
         read = gather.dtype or shard.dtype
@@ -56,7 +56,7 @@ class ShardedParam:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of a shard in collectives, in which all shards are padded to the size of the longest one."""
+        """Shape of a shard in collectives: all shards are padded to the size of the longest shard."""
         return (*self.shape[: self.cut.dim], self.cut.length(0), *self.shape[self.cut.dim + 1 :])
 
     def zeros(self, rank: int, device: torch.device) -> Tensor:
@@ -98,11 +98,11 @@ class ShardCollectives(ReduceStrategy):
     def gather(
         self, local_shards: Sequence[Tensor], into: Sequence[Tensor] | None = None
     ) -> Callable[[], list[Tensor]]:
-        """Start the all-gather. Return a function that waits for it and returns the unsharded parameters.
+        """Start the all-gather. Return a function that waits and returns the unsharded parameters.
 
         Args:
             local_shards: this rank's shards.
-            into: tensors that receive the unsharded parameters.
+            into: tensors that receive the unsharded parameters. None: new tensors.
         """
         ranks, flat = self.group.size(), self._flat_shards(local_shards)
         is_view = self.stored[0].cut.is_contiguous and len(local_shards) == 1
@@ -151,9 +151,9 @@ class ShardCollectives(ReduceStrategy):
         return _DifferentiableReduceScatter.apply(self, present, *grads)
 
     def _begin_reduce(self, grads: Sequence[Tensor], stored: Sequence[ShardedParam]) -> Callable[[], Tensor]:
-        """Start to compute this rank's gradient shards. Return a function that waits for them.
+        """Start to compute this rank's gradient shards. Return a function that waits for and returns them.
 
-        The function returns the shards concatenated in a new vector. Replicated gradients need no communication.
+        The shards are concatenated in a new vector. Replicated gradients need no communication.
         """
         dtype = stored[0].grad_dtype
         if not stored[0].sums:
@@ -175,7 +175,7 @@ class ShardCollectives(ReduceStrategy):
 
 
 def _rank_major(stored: Sequence[ShardedParam], grads: Sequence[Tensor], ranks: int) -> Tensor:
-    """Concatenate gradients rank by rank: first the shards of rank 0, then those of rank 1, ..."""
+    """Concatenate gradients for a reduce-scatter: first all shards of rank 0, then all of rank 1, ..."""
     length = sum(math.prod(one.padded_shape) for one in stored)
     flat = grads[0].new_zeros(ranks, length, dtype=stored[0].grad_dtype)
     start = 0
@@ -235,9 +235,9 @@ def make_shard_collectives(
     most_bytes: int | None,
     others: Sequence[dist.ProcessGroup],
 ) -> list[ShardCollectives]:
-    """Group parameters into buckets, sorted by first use (`autopart.ir.run.buckets`).
+    """Group parameters, which are sorted by first use, into buckets (`autopart.ir.run.buckets`).
 
-    Return one object per bucket.
+    Return one `ShardCollectives` per bucket.
     """
     by_name = {one.name: one for one in stored}
     same_kind = kinds(list(by_name), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})

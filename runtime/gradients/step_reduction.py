@@ -1,8 +1,8 @@
 """Gradient reductions once per step: over mesh axes, and between stages for tied parameters.
 
-Gradients are all-reduced in flat buckets, so that many small tensors cost one collective. Li et al. 2020
+Gradients are all-reduced in flat buckets, so that many small tensors need only one collective. Li et al. 2020
 (arXiv:2006.15704, section 3.2.2) give the reasons and the default size. All gradients of a bucket have one dtype and
-are reduced over the same axes.
+are reduced over one set of axes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AllReduceGroup:
 
     Attributes:
         names: names of the tensors.
-        axes: mesh axes to reduce over.
+        axes: mesh axes over which the tensors are reduced.
         owners: for tensors that are tied between stages, the `pp` coordinates that store them.
     """
 
@@ -49,7 +49,7 @@ class AllReduceGroup:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Group tensors whose gradients are partial sums over mesh axes into buckets. Skip all other tensors."""
+    """Return buckets of the tensors whose gradients are partial sums over mesh axes."""
     axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
     return [AllReduceGroup(names, axes=axes[names[0]]) for names in bucket_by_kind(partial, axes, bucket_bytes)]
@@ -58,7 +58,7 @@ def axis_buckets(
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Group tensors that several pipeline stages store into buckets. Skip all other tensors."""
+    """Return buckets of the tensors that several pipeline stages store (tied tensors)."""
     tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
     owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
     shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}
@@ -68,9 +68,9 @@ def tied_buckets(
 
 
 def accumulate_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
-    """Add the gradients that parameters had before a step to `.grad`.
+    """Add to `.grad` the gradients that parameters had before a step.
 
-    `before`: {parameter: its gradient before the step}.
+    `before`: {parameter: gradient before the step}.
     """
     for parameter, earlier in before.items():
         if earlier is not None:
@@ -90,7 +90,7 @@ def stage_reducers(
     queue: ReductionQueue,
     splits_backward: bool,
 ) -> tuple[list[Reducer], list[ParamBucket]]:
-    """Create the reducer of each stage, and the buckets of parameters that several of these stages use.
+    """Return (reducer of each stage, buckets of parameters that several of these stages use).
 
     The gradients of a shared bucket are complete when all stages that use it have run their backwards.
     """
@@ -126,7 +126,9 @@ def stage_reducers(
 
 
 def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
-    """Reduce every `.grad` of this rank's parameters over mesh axes and between tied stages, in place.
+    """Reduce all gradients of this rank over mesh axes, and gradients of tied parameters over stages.
+
+    The reductions write to `.grad`.
 
     Args:
         parameters: {name: local parameter}.
@@ -138,7 +140,7 @@ def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: 
 
 
 def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
-    """All-reduce the gradients of tied parameters between the stages that own them, in place.
+    """All-reduce the gradients of tied parameters over the stages that store them, in place.
 
     The gradients must already be reduced over the mesh axes.
     """
@@ -164,7 +166,7 @@ def create_reduce_groups(program: Program, process: Process) -> None:
 
     Every rank must call this with the same program.
 
-    They are groups of flattened axes, and second groups of axes for reductions that overlap with compute.
+    These are groups of flattened axes, and a second group per axis for reductions that overlap with compute.
     """
     mesh = program.mesh
     stored_tensors = [stored.unsharded_to_sync(mesh) or stored for stored in program.parameters.values()]
@@ -201,7 +203,7 @@ def _sum_bucket(
 def gradient_of(parameter: Tensor) -> Tensor:
     """Return `.grad` of a parameter. If it is None, first set it to zeros.
 
-    It is None if a stage did not use its copy of a tied parameter in this step.
+    `.grad` is None if a stage did not use its copy of a tied parameter in this step.
     """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -218,7 +220,7 @@ def sync_gradients_lockstep(
     stage_style: str = "loop",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Apply `sync_gradients` in place for all ranks in one process.
+    """Do what `sync_gradients` does, for all ranks in one process.
 
     Gradients that a `dp_sync` method would reduce are all-reduced instead.
 

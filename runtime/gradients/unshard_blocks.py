@@ -1,11 +1,11 @@
-"""ZeRO 3: unshard a block's weights before their use, prefetch the next block, reshard after use.
+"""ZeRO-3: unshard a block's weights before their use, prefetch the next block, reshard after use.
 
 A stage graph has one all-gather per weight. When the runtime prepares the graph for a rank, it merges the all-gathers
-of a block into one collective, which overlaps with the compute of another block. Forward prefetches the next block,
-backward the previous block.
+of a block into one collective, which overlaps with the compute of another block. The forward prefetches the next block,
+and the backward prefetches the previous block.
 
-Autograd would save every unsharded weight, to compute the gradients of activations. Then a rank would store all
-weights unsharded after a forward. So saved-tensor hooks save references instead, and the backward gathers the block
+Autograd would save every unsharded weight, to compute the gradients of activations. After a forward, a rank would then
+store all weights unsharded. Saved-tensor hooks therefore save references instead, and the backward gathers the block
 again (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.2.2; prefetch of one block: Zhao et al. 2023,
 arXiv:2304.11277, section 3.3.2).
 
@@ -51,13 +51,13 @@ def insert_unshard_blocks(
 ) -> UnshardBlocks | None:  # fmt: skip
     """Replace the weight all-gathers of a rank's stage graph by one all-gather per block.
 
-    Casts of stored weights become `CastWeight` calls. Returns None if there is nothing to replace.
+    Casts of stored weights become `CastWeight` calls. Returns the blocks, or None if there is nothing to replace.
 
     Args:
-        reducer: reducer of the stage. It reports whether a backward is the last backward of a step. If the schedule
-            runs the weight backward weight by weight, each weight keeps a separate all-gather.
-        compiled: True if the graph will be compiled. Then all-gathers move out of recompute regions, so that compiled
-            code does not contain them. Casts stay as they are, because the compiler recomputes them.
+        reducer: reducer of the stage. If its schedule runs the weight backward separately, weight by weight, each
+            weight has a separate all-gather.
+        compiled: True if the graph will be compiled. All-gathers then move out of recompute regions, so that compiled
+            code does not contain them. Casts are not replaced, because the compiler recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
@@ -102,7 +102,7 @@ def insert_unshard_blocks(
 def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -> None:
     """Replace a cast node by a `CastWeight` call.
 
-    Autograd then saves a reference to the stored weight instead of the cast weight.
+    With this call, autograd saves a reference to the stored weight instead of the cast weight.
     """
     source, name = stored_source(node), f"cast_{node.name}"
     assert source is not None
@@ -115,7 +115,7 @@ def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -
 
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock) -> None:
-    """Replace the weight all-gathers `row` by one call of the module `block`, before the first all-gather."""
+    """Replace the all-gathers `row` by one call of the module `block`, before the first of them."""
     graph, name = module.graph, f"unshard_block_{block.index}"
     module.add_submodule(name, block)
     with graph.inserting_before(row[0]):
@@ -132,7 +132,7 @@ def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock)
 
 @dataclass(eq=False)
 class UnshardBlocks:
-    """All blocks of sharded weights of a stage graph, in graph order, and their all-gathers in flight."""
+    """The blocks of sharded weights of a stage graph, in graph order, and their all-gathers in flight."""
 
     prefetch: int
     order: list[UnshardBlock] = field(default_factory=list)
@@ -149,9 +149,9 @@ class UnshardBlocks:
 
     @contextmanager
     def forward_of_microbatch(self) -> Iterator[None]:
-        """Run the forward of a microbatch in a `with` block.
+        """Context manager in which the forward of a microbatch runs.
 
-        In the block, autograd saves references to unsharded weights instead of the weights.
+        In it, autograd saves references to unsharded weights instead of the weights themselves.
         """
         self.release_weights()
         for block in self.order:
@@ -168,10 +168,10 @@ class UnshardBlocks:
     def release_weights(self, failed: bool = False) -> None:
         """Free all unsharded weights, because the optimizer may change weights before their next use.
 
-        Waits for prefetches that were not used, because an all-gather can only end if all ranks take part.
+        It waits for prefetches that were not used, because an all-gather can only end if all ranks take part.
 
         Args:
-            failed: True if a call has failed. Then do not wait, because other ranks may not take part.
+            failed: True if a call has failed. It then does not wait, because other ranks may not take part.
         """
         if failed:
             self.left += self.begun.values()
@@ -198,7 +198,7 @@ class UnshardBlocks:
         return list(range(index + 1, len(self.order))[: self.prefetch])
 
     def take_in_backward(self, index: int) -> list[Tensor]:
-        """Return the unsharded weights of a block in the backward. Gather them again if they were released."""
+        """Return the unsharded weights of a block for the backward. Gather them again if they were released."""
         if index not in self.again:
             while len(self.again) >= MAX_UNSHARDED_IN_BACKWARD:
                 self.again.popitem(last=False)
@@ -218,10 +218,11 @@ class UnshardBlocks:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Reference to an unsharded weight, by its block and index, which autograd saves.
+    """Reference to an unsharded weight, which autograd saves in place of the weight.
 
     Attributes:
-        version: version counter of the shard at the all-gather.
+        block, position: block of the weight, and its index in the block.
+        version: version counter of the shard at the all-gather, to detect later changes.
     """
 
     block: UnshardBlock
@@ -237,10 +238,10 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Reference to a cast weight, which autograd saves.
+    """Reference to a weight that was cast, which autograd saves in place of the cast weight.
 
     Attributes:
-        version: version counter of the stored weight at the cast.
+        version: version counter of the stored weight at the cast, to detect later changes.
     """
 
     name: str
@@ -265,7 +266,7 @@ def _check_unchanged(name: str, stored: Tensor, version: int) -> None:
 
 @dataclass(frozen=True)
 class _View:
-    """View of an unsharded or cast weight, which autograd saves instead of a tensor."""
+    """Reference to a view of an unsharded or cast weight, which autograd saves in place of the view."""
 
     weight: _Weight | _Cast
     shape: torch.Size

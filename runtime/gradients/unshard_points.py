@@ -15,7 +15,7 @@ from autopart.runtime.gradients.param_bucket import ParamBucket
 
 
 class UnshardPoint(nn.Module):
-    """Module at the first use of a bucket in a stage graph. It returns the bucket's unsharded parameters."""
+    """Module that a stage graph calls at the first use of a bucket. It returns unsharded parameters."""
 
     def __init__(self, bucket: ParamBucket, names: Sequence[str]):
         super().__init__()

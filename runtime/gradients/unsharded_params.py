@@ -1,8 +1,8 @@
-"""ZeRO 1 and 2: sharded parameters are unsharded at the begin of a step, and resharded at its end.
+"""ZeRO-1 and ZeRO-2: parameters are unsharded when a step begins, and resharded when it ends.
 
-A stage graph has an all-gather at each use of a parameter, for ZeRO 3 (`unshard_blocks.py`). With ZeRO 1 and 2
-these all-gathers are removed. Instead, the runtime unshards all parameters in buckets when a call begins, and autograd
-accumulates gradients of the unsharded parameters. Gradients are reduce-scattered once, after all microbatches
+A stage graph has an all-gather at each use of a parameter, which ZeRO-3 uses (`unshard_blocks.py`). With ZeRO-1 and
+ZeRO-2 these all-gathers are removed. Instead, the runtime unshards all parameters in buckets when a call begins, and
+autograd accumulates gradients of the unsharded parameters. Gradients are reduce-scattered once, after all microbatches
 (`zero=1`), or after each microbatch (`zero=2`). Optimizers only see the shards (Rajbhandari et al. 2020,
 arXiv:1910.02054, sections 5.1 and 5.2).
 
@@ -36,15 +36,14 @@ Until it has finished, an all-gather needs twice the bytes of its unsharded para
 
 
 class UnshardedParams:
-    """Unsharded parameters of a program's stages on this rank. Between calls their memory is freed.
+    """Unsharded parameters of a program's stages on this rank. Their memory is freed between calls.
 
     Attributes:
-        parameters: {name: unsharded parameter}, used by the graphs.
+        parameters: {name: unsharded parameter}, which the graphs use.
         shards: {name: this rank's shard}.
         buckets: for each stage, its buckets in the order of their use.
         shared: buckets of parameters that several stages of this rank use.
-        sent: {name: tensor} for parameters with a `dp_sync` method. `.grad` of the tensor receives the unsharded
-            gradient.
+        sent: {name of a parameter with a `dp_sync` method: tensor whose `.grad` receives the unsharded gradient}.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class UnshardedParams:
         )
 
     def _stored(self, name: str, way: ParameterGather, ranks: int) -> ShardedParam:
-        """Create the unsharded parameter `name` with an empty storage. Return a description of its sharding."""
+        """Create the unsharded parameter `name` with a freed storage. Return a description of its sharding."""
         part = self.shards[name]
         stored = ShardedParam.of(name, part, way, ranks)
         if name in self.sent:  # as without ZeRO, autograd accumulates in the parameter dtype
@@ -111,7 +110,7 @@ class UnshardedParams:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Unshard all parameters for a `with` block. At its end, free the unsharded parameters."""
+        """Context manager that unshards all parameters, and frees the unsharded parameters at its end."""
         try:
             for name, unsharded in self.parameters.items():
                 unsharded.requires_grad_(self.shards[name].requires_grad)
@@ -127,7 +126,7 @@ class UnshardedParams:
 
     @contextmanager
     def gathering(self, is_in_place: bool = False) -> Iterator[None]:
-        """All-gather the buckets one after the other during a `with` block, each before its use.
+        """Context manager in which buckets are all-gathered one after the other, each before its use.
 
         Args:
             is_in_place: True to gather into the unsharded parameters. False to gather into new memory, for a
@@ -166,7 +165,7 @@ class StepUnshard:
 
     @torch.no_grad()
     def values(self) -> list[Tensor]:
-        """Wait for the all-gather of this bucket, and return its parameters. Also start a later all-gather."""
+        """Wait for the all-gather of this bucket, and return its parameters. Also prefetch the next bucket."""
         while self in self.unsharded.to_gather:
             self.unsharded.gather_next()
         if self.wait is None:
@@ -180,7 +179,7 @@ class StepUnshard:
 
 
 class UnshardedGradReduce(ReduceStrategy):
-    """Reduction of unsharded gradients over mesh axes, except the axis of a `dp_sync` method."""
+    """Reduction of unsharded gradients over all data axes except the axis of their `dp_sync` method."""
 
     def __init__(self, shards: ShardCollectives, reduce_dtype: torch.dtype | None):
         self.shards, self.accumulate_dtype = shards, shards.accumulate_dtype
@@ -199,7 +198,7 @@ class UnshardedGradReduce(ReduceStrategy):
         raise AssertionError("unreachable: create_graph=True is rejected before, for parameters with a dp_sync method")
 
     def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
-        """Return this rank's summand of a gradient that is summed over the data ranks.
+        """Return the part of a gradient that this rank adds to the sum over the data ranks.
 
         A replicated gradient must count once, so the first rank returns it and all other ranks return zeros.
         """

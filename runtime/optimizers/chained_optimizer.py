@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 
 class ChainedOptimizer(Optimizer):
-    """Several optimizers of different parameters, which step together.
+    """Optimizer that combines several optimizers of different parameters, which step together.
 
-    Its groups are those of the optimizers, so a scheduler changes their learning rates.
+    `param_groups` has the group objects of all optimizers, so a scheduler changes their learning rates.
 
     Example:
         ChainedOptimizer([torch.optim.Muon(matrices), torch.optim.AdamW(vectors)])
@@ -25,7 +25,7 @@ class ChainedOptimizer(Optimizer):
         self.state = ChainMap(*(optimizer.state for optimizer in optimizers))  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run a step of each optimizer. A closure is called once."""
+        """Run a step of each optimizer. If there is a closure, it is called once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

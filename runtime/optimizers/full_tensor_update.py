@@ -1,8 +1,8 @@
 """Optimizer steps on full tensors: each sharded tensor is updated on its owner rank.
 
-Optimizers such as Muon, Shampoo, LAMB and Adafactor compute with full matrices, but a rank has shards. In a step the
-owner of a tensor receives all shards of its gradient and of its values, runs the unmodified optimizer, and sends the
-new shards. The owner keeps the optimizer state of its tensors, so state is distributed over ranks.
+Optimizers such as Muon, Shampoo, LAMB and Adafactor compute with full matrices, but a rank has shards. Each tensor has
+an owner rank. In a step, the owner receives all shards of the tensor and its gradient, runs the unmodified optimizer,
+and sends the new shards. The owner stores the optimizer state of the tensor, so state is distributed over ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ StateByName = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """This rank's part of a parameter.
+    """A parameter on this rank: its local values, and the sharding of the full tensor.
 
     Attributes:
         values: the local tensor. Its `.grad` is the local gradient.
         shape: full shape.
-        splits: splits of the full tensor as (mesh axis, split), outer axis first.
+        splits: how the full tensor is sharded, as (mesh axis, split), outer axis first.
     """
 
     name: str
@@ -44,10 +44,10 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class SharedEntry:
-    """An entry of a tensor's optimizer state, as its owner describes it to the other ranks.
+    """Description of an entry of optimizer state, which the owner of the tensor sends to the other ranks.
 
     Attributes:
-        dtype: dtype of a state tensor with the shape of the parameter. None for any other value.
+        dtype: dtype of the entry if it is a tensor with the shape of the parameter. None for any other value.
         value: the value, if `dtype` is None.
     """
 
@@ -56,14 +56,13 @@ class SharedEntry:
 
 
 class FullTensorUpdate:
-    """Steps of optimizers on a rank's tensors. Sharded tensors are updated on their owners.
+    """Optimizer steps of one rank, which updates the full tensors that it owns, and shards of others.
 
     Args:
-        tensors: this rank's part of each parameter.
-        make: function that creates optimizers from [(name, parameter)]. Parameters that need their full tensor have the
-            full shape. If another rank owns such a parameter, it has no values and never a gradient, so optimizers skip
-            it.
-        full: names of parameters whose optimizer needs the full tensor. All others are updated as shards.
+        tensors: all parameters on this rank.
+        make: function that creates optimizers from [(name, parameter)]. Parameters in `full` are passed with their full
+            shape. If another rank owns such a parameter, it has no values and never a gradient, so optimizers skip it.
+        full: names of parameters whose optimizer needs the full tensor. All other parameters are updated as shards.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class FullTensorUpdate:
         self._optimizer_of = {name: optimizer_of[id(p)] for name, p in self.parameters.items() if id(p) in optimizer_of}
 
     def step(self) -> Steps[None]:
-        """Update all tensors from their gradients."""
+        """Update all tensors of this rank from their gradients. A generator, which yields its collectives."""
         values = {tensor.name: self.tensors[tensor.name].values.detach() for tensor in self.sharded}
         grads = {name: self.tensors[name].values.grad for name in values}
         full_values = yield from to_owners(values, self.sharded)
@@ -112,10 +111,10 @@ class FullTensorUpdate:
             self.tensors[name].values.grad = None
 
     def shared_state(self) -> Steps[StateByName]:
-        """Return the optimizer state of all tensors that this rank stores, as {name: {key: value}}.
+        """Return the optimizer state of this rank's tensors, sharded, as {name: {key: value}}.
 
-        A state tensor with the shape of its parameter is sharded like the parameter. All other values are those of the
-        owner.
+        A state tensor with the shape of its parameter is sharded like the parameter. All other values are copied from
+        the owner of the tensor. A generator, which yields its collectives.
         """
         described = {
             name: {key: self._describe(name, key, value) for key, value in self._state_of(name).items()}
@@ -139,7 +138,7 @@ class FullTensorUpdate:
         return state
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
-        """Load the result of `shared_state`. Tensors without an entry get no state."""
+        """Load optimizer state in the form that `shared_state` returns. Tensors without an entry get no state."""
         for name, optimizer in self._optimizer_of.items():
             optimizer.state.pop(self.parameters[name], None)
             is_sharded = name in self.sharded_names
@@ -189,5 +188,5 @@ class FullTensorUpdate:
 
 
 def placeholder(like: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    """Return a parameter of this shape without values: constructors of optimizers read only shapes."""
+    """Return a parameter of this shape without values, because optimizer constructors read only shapes."""
     return nn.Parameter(like.detach().new_zeros(()).expand(shape))

@@ -1,8 +1,8 @@
 """Rejection of optimizers that cannot train the shards of a rank, at the optimizer's first step.
 
-Elementwise optimizers, such as SGD and Adam, run on local shards. For all other optimizers, parameters behave as the
-full tensors, so that their sums and norms are correct. Under `pp` these optimizers must treat each tensor separately.
-Optimizers that `pm.optimizer` creates update full tensors and are not rejected.
+Elementwise optimizers, such as SGD and Adam, run on local shards. For all other optimizers, parameters behave as full
+tensors, so that sums and norms over parameters are correct. With pipeline stages, these optimizers must also treat each
+tensor separately. Optimizers that `pm.optimizer` creates update full tensors and are not rejected.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def patch_optimizers() -> None:
 def step_on_shards(kind: Any) -> None:
     """Make the step of an elementwise optimizer class run on local shards.
 
-    Hooks of the step are user code, in which parameters behave as full tensors.
+    Step hooks are user code, so in them parameters still behave as full tensors.
     """
     if getattr(kind.step, "hooked", False):  # torch has already wrapped the class when an earlier optimizer was created
         kind.step = kind.profile_hook_step(_on_shards(kind.step.__wrapped__))
@@ -84,7 +84,7 @@ def step_on_shards(kind: Any) -> None:
 def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the step of an elementwise optimizer, so that it runs on local shards.
 
-    In a closure, which is user code, parameters behave as full tensors.
+    A closure is user code, so in it parameters still behave as full tensors.
     """
 
     @functools.wraps(step)
@@ -101,9 +101,9 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Check an optimizer before its step, and gradients that a closure computes after the closure.
+    """Check an optimizer before its step. If there is a closure, also check the gradients after it.
 
-    Returns the changed arguments of `step`, or None.
+    A hook before `step`. Returns arguments with a checked closure, or None if there is no closure.
     """
     is_keyword = kwargs.get("closure") is not None
     closure = kwargs["closure"] if is_keyword else args[1] if len(args) > 1 else None
@@ -127,7 +127,7 @@ _CHECKED: Any = WeakIdKeyDictionary()
 def _check(optimizer: torch.optim.Optimizer, has_gradients: bool = True) -> None:
     """Raise OptionError if an optimizer cannot train shards, UsageError if gradients are unreduced.
 
-    `has_gradients`: False before a closure computes them.
+    `has_gradients`: False if a closure will compute the gradients later.
     """
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
@@ -178,10 +178,10 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
 
 
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer gives equal results for two matrices together and for each matrix alone.
+    """Return True if an optimizer treats each tensor separately: updates do not depend on other tensors.
 
-    Tests this in three steps on two matrices, with the options of `optimizer`. The user's random state is not changed.
-    Returns None if the test fails to run.
+    The test takes three steps on two matrices together, and on each matrix alone, with the options of `optimizer`. The
+    user's random state is not changed. Returns None if the test raises an exception.
     """
     matrices = [torch.arange(24.0, device=device).reshape(6, 4), torch.arange(10.0, device=device).reshape(2, 5) + 1]
     try:
@@ -194,10 +194,10 @@ def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool
 
 
 def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return the changes of test matrices in three steps of an optimizer.
+    """Return by how much test matrices change in three steps of an optimizer.
 
     Args:
-        elements: numbers that determine the values and gradients of each matrix.
+        elements: for each matrix, a tensor of numbers that determine its values and gradients.
     """
     parameters = [nn.Parameter(element.sin()) for element in elements]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
@@ -215,14 +215,17 @@ def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list
 
 
 def reason_of(kind: type, reasons: dict[str, str]) -> str:
-    """Return why an optimizer class cannot train shards; "" if no pattern of `reasons` matches."""
+    """Return the reason why an optimizer class cannot train shards; "" if there is none.
+
+    `reasons`: {pattern of class names: reason}.
+    """
     names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
     matching = [why for pattern, why in reasons.items() for name in names if re.search(pattern, name)]
     return matching[0] if matching else ""
 
 
 def is_elementwise_class(kind: type) -> bool:
-    """Return True if the step of a class is that of an elementwise optimizer of torch."""
+    """Return True if a class is, or inherits its step from, an elementwise optimizer of torch."""
     step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
     return any(step is inspect.unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE)
 

@@ -41,18 +41,20 @@ class OptimizerMethods:
         """Create an optimizer whose update of each tensor equals that of a single device.
 
         Optimizers such as Muon, Shampoo, SOAP, LAMB, LARS and Adafactor compute with full tensors. Each sharded tensor
-        is updated by one of the ranks that store its shards: it receives the gradient and the values, runs the
-        unmodified optimizer, and sends the new shards. The tensors and their optimizer state are distributed evenly
-        over these ranks. Elementwise optimizers of `torch.optim`, such as AdamW, update shards without communication.
+        has an owner, one of the ranks that store its shards. The owner receives the full gradient and values, runs the
+        unmodified optimizer, and sends the new shards. Tensors and their optimizer state are distributed evenly over
+        owners. Elementwise optimizers of `torch.optim`, such as AdamW, update shards without communication.
 
-        Call it on every rank, like `step` and `state_dict` of the result. The result is a `torch.optim.Optimizer`.
+        Every rank must call it, and also `step` and `state_dict` of the result. The result is a
+        `torch.optim.Optimizer`.
 
         Args:
             kind: optimizer class, or a `functools.partial` of one.
-            params: parameters, (name, parameter) pairs or groups, as torch's constructors take them. A pattern of
-                names, such as `"*.mlp.*.weight"`, can replace a parameter. None: all trainable parameters; with
-                `others`, the hidden matrices: two-dimensional parameters except embeddings and the output layer.
-            others: the same, for the remaining trainable parameters. None: they are not trained.
+            params: parameters, (name, parameter) pairs or groups, as for constructors in `torch.optim`. A pattern of
+                names, such as `"*.mlp.*.weight"`, can replace a parameter. None: all trainable parameters, or, with
+                `others`, the hidden matrices (two-dimensional parameters except embeddings and the output layer).
+            others: optimizer class, or partial of one, for the remaining trainable parameters. None: they are not
+                trained.
             options: options of `kind`, such as `lr`.
 
         Raises OptionError for patterns without a match, parameters that `kind` cannot train, and optimizers that need
@@ -133,8 +135,8 @@ def _groups(params: Iterable[Any], names: Mapping[int, str], stored: Mapping[str
     """Return parameter groups with names in place of parameters and patterns.
 
     Args:
-        names: {id of a local parameter: stored name}.
-        stored: {name in the model: stored name}, of all trainable parameters.
+        names: {id of a local parameter: name under which the program stores it}.
+        stored: {name in the model: name under which the program stores it}, of all trainable parameters.
     """
     given = list(params)
     groups = [dict(group) for group in given] if given and isinstance(given[0], Mapping) else [{"params": given}]

@@ -1,12 +1,12 @@
-"""Exchange of shards with owner ranks: each sharded tensor is joined on one rank, and split again.
+"""Exchange of shards with owner ranks: each sharded tensor is gathered on one rank, then scattered.
 
-Each tensor has one owner among the ranks that store its shards. The tensors are distributed evenly over these ranks.
-So an update that needs full tensors, such as Muon's, is computed once, and the ranks compute different tensors at the
+Each tensor has one owner among the ranks that store its shards. The tensors are distributed evenly over these ranks. An
+update that needs full tensors, such as Muon's, is thus computed only once, and ranks update different tensors at the
 same time. Liu et al. 2025 ("Muon is Scalable for LLM Training", arXiv:2502.16982, section 2.3) gather each matrix in
 the same way.
 
-The functions are generators. They yield each all-to-all as an `AllToAll` and receive its result. So the same code runs
-on process groups (`run_on_groups`) and for all ranks in one process (`run_in_lockstep`).
+The functions are generators, which yield each all-to-all as an `AllToAll` and receive its result. One implementation
+thus runs on process groups (`run_on_groups`) and for all ranks in one process (`run_in_lockstep`).
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ class OwnedTensor:
         return self.is_mine_from(0)
 
     def is_mine_from(self, level: int) -> bool:
-        """Return True if this rank has the owner's coordinates on the axes from `level` on."""
+        """Return True if this rank and the owner have equal coordinates on the axes `splits[level:]`."""
         pairs = zip(self.splits[level:], self.owner[level:], strict=True)
         return all(index == owner for (_, _, index), owner in pairs)
 
     def shape_within(self, level: int, index: int | None = None) -> tuple[int, ...]:
-        """Return the shape of this rank's shard after the splits over the first `level` axes.
+        """Return the shape of a shard after the splits over the first `level` axes.
 
         Args:
-            index: index on the last of these axes. None: this rank's.
+            index: index of the shard on the last of these axes. None: this rank's index.
         """
         shape = list(self.shape)
         for position, (_, cut, own) in enumerate(self.splits[:level]):
@@ -103,7 +103,7 @@ def assign_owners(
 ) -> list[OwnedTensor]:  # fmt: skip
     """Choose an owner for each sharded tensor, so that ranks own about equally many elements.
 
-    The result is equal on all ranks that store the tensors, except for the index of the rank's shard.
+    All ranks that store the tensors get equal results, except for the index of the rank's shard.
 
     Args:
         tensors: (name, full shape, splits as (mesh axis, split)) of each tensor.
@@ -126,10 +126,10 @@ def assign_owners(
 
 
 def to_owners(shards: Mapping[str, Tensor], tensors: Sequence[OwnedTensor]) -> Steps[dict[str, Tensor]]:
-    """Send each shard to the tensor's owner. Return {name: full tensor} of this rank's tensors.
+    """Send each shard to the tensor's owner. Return {name: full tensor} of the tensors of this rank.
 
     Args:
-        shards: {name: this rank's shard}. All ranks pass the same names.
+        shards: {name: this rank's shard}. The names must be equal on all ranks.
     """
     full = dict(shards)
     for axes, bucket in _buckets(shards, tensors):
@@ -152,11 +152,11 @@ def to_owners(shards: Mapping[str, Tensor], tensors: Sequence[OwnedTensor]) -> S
 def from_owners(
     full: Mapping[str, Tensor], like: Mapping[str, Tensor], tensors: Sequence[OwnedTensor]
 ) -> Steps[dict[str, Tensor]]:
-    """Send to each rank its shards of the full tensors of the owners. Return {name: this rank's shard}.
+    """Send shards of full tensors from the owners to all ranks. Return {name: this rank's shard}.
 
     Args:
         full: {name: full tensor} of the tensors that this rank owns.
-        like: {name: tensor with the dtype and device of the shard}. All ranks pass the same names.
+        like: {name: tensor with the dtype and device of the shard}. The names must be equal on all ranks.
     """
     shards = dict(full)
     for axes, bucket in _buckets(like, tensors):
@@ -180,7 +180,10 @@ def from_owners(
 def _buckets(
     given: Mapping[str, Tensor], tensors: Sequence[OwnedTensor]
 ) -> list[tuple[tuple[str, ...], list[OwnedTensor]]]:
-    """Group tensors that are exchanged together: those of equal axes and dtype."""
+    """Group tensors that are exchanged together. Return (mesh axes, tensors) of each group.
+
+    The tensors of a group have equal axes and dtype. Tensors that are not in `given` are left out.
+    """
     buckets: defaultdict[Any, list[OwnedTensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.name in given:
@@ -198,7 +201,10 @@ def _unflatten(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 
 def run_on_groups(steps: Steps[T], process: Process) -> T:
-    """Run a computation on this rank, on the process groups of the mesh. A collective call."""
+    """Run a generator of collectives on this rank, on the mesh's process groups. Return its result.
+
+    A collective call.
+    """
     received: list[Any] | None = None
     while True:
         try:
@@ -219,10 +225,10 @@ def run_on_groups(steps: Steps[T], process: Process) -> T:
 
 
 def run_in_lockstep(steps: Mapping[int, Steps[T]], mesh: Mesh) -> dict[int, T]:
-    """Run the computations of all ranks in one process.
+    """Run the generators of all ranks in one process. Return {rank: result}.
 
     Args:
-        steps: {rank: computation}. Ranks that exchange tensors yield their all-to-alls in the same order.
+        steps: {rank: generator of collectives}. Ranks that exchange tensors must yield their all-to-alls in one order.
     """
     results: dict[int, T] = {}
     requests: dict[int, AllToAll | GatherObjects] = {}

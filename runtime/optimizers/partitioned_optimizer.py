@@ -1,4 +1,4 @@
-"""Optimizer of a partitioned model that updates full tensors: the result of `pm.optimizer`."""
+"""The optimizer that `pm.optimizer` returns: it updates full tensors of a partitioned model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from autopart.runtime.optimizers.owner_exchange import run_on_groups
 
 
 class PartitionedOptimizer(Optimizer):
-    """Optimizers that update a partitioned model from full tensors. `pm.optimizer` creates it.
+    """Optimizer that updates full tensors of a partitioned model. `pm.optimizer` creates it.
 
-    Schedulers, `GradScaler`, clipping and checkpoints use it like any optimizer. `state` has the entries of tensors
-    that are updated as shards. The state of all other tensors is on their owners, and is sharded like the parameters
-    while a state dict is saved or loaded.
+    Schedulers, `GradScaler`, clipping and checkpoints use it like any optimizer. `state` has entries only for tensors
+    that are updated as shards. Each other tensor has an owner rank, which stores the tensor's state. While a state dict
+    is saved or loaded, this state is sharded like the parameters.
     """
 
     def __init__(self, update: FullTensorUpdate, parameters: Mapping[str, nn.Parameter], process: Process) -> None:
@@ -94,7 +94,7 @@ class PartitionedOptimizer(Optimizer):
             self._show_local_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError: owners are chosen when the optimizer is created."""
+        """Raise UsageError, because the owners of tensors are chosen when the optimizer is created."""
         if self._is_complete:
             raise UsageError(
                 "a partitioned optimizer takes no further parameter groups",
@@ -111,9 +111,9 @@ class PartitionedOptimizer(Optimizer):
         )
 
     def _show_local_state(self) -> None:
-        """Set `state` to the entries of tensors that are updated as shards. All others get empty entries.
+        """Set `state` to the entries of tensors that are updated as shards. Other tensors get empty entries.
 
-        torch takes an optimizer with an empty `state` for one that has not run yet.
+        The entries exist because torch assumes that an optimizer with an empty `state` has not run yet.
         """
         state: StateByName = {name: {} for name in self._update.sharded_names} if self._has_state else {}
         state |= self._update.local_state()

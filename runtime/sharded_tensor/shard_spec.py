@@ -1,7 +1,8 @@
 """Sharding of a tensor (like DTensor's `spec`), and differentiable collectives.
 
-A value computed from sharded tensors is either sharded like them or replicated. Every rank computes the same loss, so
-the gradient of a replicated value is replicated too. This determines the backward of each collective in this file.
+A value that is computed from sharded tensors is either sharded like the tensors or replicated. Every rank computes an
+equal loss, so the gradient of a replicated value is replicated too. This rule determines the backward of each
+collective in this module.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class DimShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the split. Splits with equal keys give a rank the same range of elements."""
+        """Key to compare splits. With equal keys, a rank has equal ranges of elements of the dim."""
         return self.axis, self.cut.size, self.cut.sections, self.cut.num_shards
 
 
@@ -46,9 +47,9 @@ class ShardSpec:
     """Full shape of a tensor, and the splits that give this rank's shard.
 
     Attributes:
-        name: name of the parameter, also for values computed from it.
-        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a tensor has a
-            spec too, because other stages lack the tensor.
+        name: name of the parameter, or of the parameter from which the value was computed.
+        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. With pipeline stages, such a
+            tensor has a spec too, because other stages do not store it.
         is_derived: True for a value that was computed from the full parameter.
     """
 
@@ -112,9 +113,10 @@ class ShardSpec:
         return local
 
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
-        """Return `value`. In backward, all-reduce its gradient over `axes`.
+        """Return `value`, whose backward all-reduces its gradient over `axes`.
 
-        Ranks along these axes combine `value` with different shards of another tensor, so each has a partial gradient.
+        It is for a replicated value that ranks along `axes` combine with different shards of another tensor: each rank
+        then has a partial gradient.
         """
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):
@@ -122,7 +124,7 @@ class ShardSpec:
         return value
 
     def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Combine the local values of the ranks of each axis in `axes`, one axis after the other.
+        """Reduce the local values of all ranks along each axis in `axes`, one axis after the other.
 
         Args:
             reduce: function that reduces a stack of the ranks' values over dim 0.
@@ -135,7 +137,7 @@ class ShardSpec:
 def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
     """Return the sum of all stages' totals on every rank. Differentiable.
 
-    Each total depends only on parameters of its stage, so backward needs no reduction.
+    The total of a stage depends only on parameters of the stage, so backward needs no reduction.
 
     Args:
         total: this stage's total; None if the stage has no total.
@@ -150,15 +152,15 @@ def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
 
 @contextmanager
 def reported(process: Process, name: str) -> Iterator[None]:
-    """Name the parameter in the watchdog's messages if a collective in this `with` block hangs."""
+    """Context manager: if a collective in it hangs, the watchdog's error names this parameter."""
     with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
         yield
 
 
 def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run the collective `send` on the rank's device, in a dtype that every backend supports.
+    """Run the collective `send` on the rank's device and in a dtype that every backend supports.
 
-    Returns the result in the original dtype and device.
+    Returns the result in the dtype and on the device of `x`.
     """
     if x.is_complex():
         return torch.view_as_complex(_on_wire(torch.view_as_real(x), process, send).contiguous())
@@ -213,7 +215,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 class _UnstackRanks(torch.autograd.Function):
-    """Autograd function: take this rank's entry of a stack over ranks. Backward stacks gradients."""
+    """Autograd function: take this rank's entry of a stack over ranks. Backward stacks ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:

@@ -1,7 +1,7 @@
 """Parameters that store this rank's shard and behave as the full tensor, as DTensor does.
 
-A `ShardedTensor` is a strided tensor with the local values. So kernels, autograd, and fused and foreach optimizers run
-on it as on any tensor. Calls from Python code go through `__torch_function__`:
+A `ShardedTensor` is a strided tensor with the local values. Kernels, autograd, and fused and foreach optimizers
+therefore run on it as on any tensor. Calls from Python code go through `__torch_function__`:
 
 - Shapes are those of the full tensor. Elementwise functions run on the shards.
 - Reductions and random fills give the result of a single device. All other functions run on the gathered tensor.
@@ -174,7 +174,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set a flag or hook (`requires_grad`) of the shard, which are equal for the full tensor."""
+    """Read or set a flag or hook of the shard, such as `requires_grad`, which the full tensor shares."""
     return func(*args, **kwargs)
 
 
@@ -195,7 +195,7 @@ def _get_grad(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Assign `grad` or `data`. The value is a sharded tensor, this rank's shard, or the full tensor."""
+    """Assign `grad` or `data`. The value can be a sharded tensor, this rank's shard or the full tensor."""
     target, value = args
     if isinstance(value, Tensor) and isinstance(target, ShardedTensor):
         value = as_sharded(_onto(value, target.spec), target.spec)
@@ -212,7 +212,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Create a plain tensor (`new_zeros`) of the size in the arguments, with the shard's dtype and device."""
+    """Create a plain tensor of the size in the arguments (`new_zeros`), with the shard's dtype and device."""
     return func(*args, **kwargs)
 
 
@@ -244,7 +244,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError under `pp` if a scalar computed from one parameter is combined with another one."""
+    """Raise UsageError on a pipeline if a scalar of one parameter is combined with another parameter."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -253,7 +253,7 @@ def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
     """Return the shard spec of the result of an elementwise function.
 
-    Each dim has the sharding of the first argument in which the dim is sharded.
+    Each dim of the result is sharded as in the first argument in which it is sharded.
     """
     shapes = [spec.shape for spec in specs]
     local = {spec.local_shape for spec in specs}
@@ -275,9 +275,9 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the local part of an argument for a result with this spec.
+    """Return the local part of a function's argument, for a result that is sharded by this spec.
 
-    Backward returns the full gradient of the argument.
+    Its backward gives the complete gradient of the argument.
     """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
@@ -366,9 +366,9 @@ def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _combines_stages() -> bool:
-    """Return True if the caller may reduce over a parameter that only one pipeline stage stores.
+    """Return True if the caller may reduce over a parameter although only one pipeline stage stores it.
 
-    This is allowed inside `pm.summed`, which adds up all stages, and in optimizers that treat each tensor separately.
+    `pm.summed` may, because it adds the results of all stages. Optimizers may if they treat each tensor separately.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -442,12 +442,12 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _is_of_stage(spec: ShardSpec) -> bool:
-    """Return True if a reduction over this parameter must be rejected, because other stages lack it."""
+    """Return True if a reduction over this parameter must be rejected: other stages do not store it."""
     return "pp" in spec.process.groups and not _combines_stages()
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark a result as computed from a parameter that other stages lack. Later reductions are rejected."""
+    """Mark a result of a parameter that other stages lack, so that later reductions are rejected."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 
@@ -516,7 +516,7 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _of_inputs(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run `torch.autograd.grad`, and return gradients that are sharded like the inputs."""
+    """Run `torch.autograd.grad`. Return gradients that are sharded like the tensors in `inputs`."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if "inputs" in kwargs:

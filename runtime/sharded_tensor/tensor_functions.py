@@ -161,7 +161,7 @@ def _is_tagged(name: str, tag: torch.Tag) -> bool:
 
 @functools.cache
 def _is_view(name: str) -> bool:
-    """Return True if the result of an operator shares memory with an argument that it does not write to."""
+    """Return True if an operator returns a view of an argument, and does not write to the argument."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False
@@ -229,7 +229,7 @@ def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: in
 def reduced_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int] | None:
     """Return the dims that a reduction reduces.
 
-    Returns None if shards cannot be reduced separately, such as `max(dim)`, which also returns indices.
+    Returns None for reductions that cannot be applied to each shard, such as `max(dim)`, which also returns indices.
     """
     rest = list(args[1:])
     if name in ("max", "min") and (rest or set(kwargs) - {"input"}):

@@ -34,7 +34,7 @@ class ShardInfo:
     Attributes:
         name: name of the parameter in the model.
         stored: full shape and layout of the parameter.
-        owners: `pp` coordinates that store the parameter, first stage first.
+        owners: `pp` coordinates of the ranks that store the parameter, first stage first.
         process: this rank.
     """
 
@@ -106,19 +106,19 @@ _EMPTY: Any = WeakIdKeyDictionary()
 def register_placeholder(parameter: nn.Parameter, process: Process) -> None:
     """Register the placeholder parameter of a rank whose stages use no parameter.
 
-    With it, this rank takes part when other ranks compute a gradient norm.
+    The placeholder makes this rank take part when other ranks compute a gradient norm.
     """
     _EMPTY[parameter] = process
 
 
 def process_of(parameter: Tensor) -> Process | None:
-    """Return the rank (`Process`) of the partitioned model that a parameter belongs to, or None."""
+    """Return the `Process` (rank) of the partitioned model to which a parameter belongs, or None."""
     shard_info = shard_info_of(parameter)
     return shard_info.process if shard_info is not None else _EMPTY.get(parameter)
 
 
 def process_among(parameters: Iterable[Tensor]) -> Process | None:
-    """Return the rank (`Process`) of the first parameter that belongs to a partitioned model, or None."""
+    """Return the `Process` (rank) of the first parameter that belongs to a partitioned model, or None."""
     return next((process for process in map(process_of, parameters) if process is not None), None)
 
 

@@ -23,9 +23,9 @@ from autopart.runtime.weights.load_weights import Weights
 
 
 def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]:
-    """Return the splits of a tensor as (mesh axis, split), outer axis first.
+    """Return how a tensor is sharded: a list of (mesh axis, split of a dim over it), outer axis first.
 
-    Several axes that shard one dim can be flattened into one axis.
+    If several axes shard one dim, they can be flattened into one axis, such as `dp_cp`.
     """
     shape = list(stored.shape)
     cuts = []
@@ -51,10 +51,10 @@ def flattened_axes(program: Program) -> list[str]:
 
 
 def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Merge the parameters of a new program into those of earlier programs.
+    """Merge the descriptions of parameters of a new program into those of earlier programs.
 
-    Parameters of earlier programs keep their layouts. Raises StageError if a stage of the new program uses one of
-    these parameters but does not store it.
+    Parameters of earlier programs keep their layouts. Raises StageError if a stage of the new program uses such a
+    parameter, and the stage does not store it.
     """
     for name in new.keys() & known.keys():
         assert known[name].layout == new[name].layout, f"'{name}' has another layout in this program"
@@ -86,12 +86,12 @@ def shard_parameters(
 ) -> dict[str, nn.Parameter]:
     """Return {name: local parameter} of the rank at `coordinates`, copied from the model's parameters.
 
-    Dtypes and `requires_grad` are those of the model. Raises RuntimeSetupError for a parameter on the meta device if
-    `weights` is None.
+    They have the dtypes and `requires_grad` of the model's parameters. Raises RuntimeSetupError for a parameter on the
+    meta device if `weights` is None.
 
     Args:
         stages: stages that the rank runs. None: all stages.
-        device: device of the local parameters. None: that of the model's parameters.
+        device: device of the local parameters. None: the device of the model's parameters.
         known: names of parameters that exist already. They are not created again.
         weights: source of the values. None: the model.
     """
@@ -110,7 +110,10 @@ def shard_parameters(
 
 
 def _shards(source: Mapping[str, Tensor], cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, this rank's shard) of a model's parameters."""
+    """Yield (name, this rank's shard) of parameters.
+
+    `source`: {name: full tensor}. `cuts`: {name: splits of the tensor}.
+    """
     for name, splits in cuts.items():
         if source[name].is_meta:
             raise RuntimeSetupError(
@@ -186,9 +189,9 @@ def names_with_gradient(
 def join(
     local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
 ) -> dict[str, Tensor]:
-    """Return {name: full tensor}, given the local tensors of all ranks in one process.
+    """Return {name: full tensor}, computed from the local tensors of all ranks, in one process.
 
-    The result is that of `gather`, without communication. Names that no rank stores are left out.
+    The result equals that of `gather`. Parameters that no rank stores are left out.
 
     Args:
         local: {rank: {name: local tensor}}.

@@ -1,7 +1,7 @@
 """Parameters of a model that are shared with a second partitioned module, or with the original model.
 
-Two modules of one model can each be partitioned and share a parameter. The original model can also be used, or changed,
-after it was partitioned.
+Two modules of one model can share a parameter, and each of them can be partitioned. The original model can also be used
+or changed after it was partitioned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _SharedShard:
-    """This rank's shard of an original parameter, and the layout that a partitioned module gave it.
+    """This rank's shard of a parameter of an original model, in a partitioned module, with its layout.
 
     Attributes:
         kind: class name of the model.
@@ -39,10 +39,10 @@ _SHARED_SHARDS: Any = WeakIdKeyDictionary()
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` that another partitioned module has created; else None.
+    """Return this rank's shard of `full` if another partitioned module has created one; else None.
 
-    Modules that contain `model`, and submodules of `model`, are not considered. Raises LayoutError if the other module
-    has another mesh or layout.
+    The other module is neither a submodule of `model` nor contains it. Raises LayoutError if it has another mesh or
+    layout.
     """
     for shard in _SHARED_SHARDS.get(full, ()):
         owner, local = shard.model(), shard.local()
@@ -105,9 +105,9 @@ class OriginalParams:
         """Record a parameter of the original model, to detect later changes of it.
 
         Args:
-            is_equal: function that returns True if the local parameter equals its shard of a full tensor. A change that
-                makes them equal needs no warning, for example if `full_state_dict()` was loaded into the original
-                model.
+            is_equal: function that returns True if the local parameter equals its shard of a full tensor. If it is
+                equal after a change, no warning is needed. An example is a load of `full_state_dict()` into the
+                original model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal

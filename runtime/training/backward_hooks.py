@@ -56,8 +56,8 @@ def trained_names(model: nn.Module, program: Program, known: Collection[str], tr
     Raises UsageError on every rank if a parameter was frozen or unfrozen since an earlier program.
 
     Args:
-        known: names of parameters of earlier programs.
-        trained: names in `known` that required a gradient.
+        known: names of the parameters of earlier programs.
+        trained: those names in `known` whose parameters required a gradient.
     """
     trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:
@@ -79,11 +79,11 @@ def backward_error(
 ) -> UsageError | None:
     """Return an error if a backward would give these local parameters wrong gradients, else None.
 
-    The error is not raised here, because all ranks must raise it together.
+    The caller raises the error on all ranks together.
 
     Args:
-        trained: names of parameters that were not frozen at the trace. Gradients of other parameters are not reduced.
-        in_step: True in a `step`, which runs no hooks of the module.
+        trained: names of parameters that were not frozen at the trace. The program computes no gradients for others.
+        in_step: True in `step`, which does not run hooks of the module.
     """
     if in_step and module_hooks(module):
         return UsageError(
@@ -121,13 +121,13 @@ def frozen_error(model: nn.Module, program: Program) -> UsageError | None:
 def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
     """Return True if a step computes a gradient of any local parameter or input.
 
-    Also True before the first call, when the rank has no parameters yet.
+    It is also True before the first call, when the rank has no parameters yet.
     """
     return not parameters or any(t.requires_grad for t in (*parameters.values(), *inputs) if isinstance(t, Tensor))
 
 
 class DeferredHooks:
-    """Gradient hooks of parameters, removed during a step and run at its end."""
+    """Gradient hooks of parameters, which are removed during a step and run at its end."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self.parameters = [p for p in parameters.values() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -164,7 +164,7 @@ class DeferredHooks:
 
 @contextmanager
 def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
-    """Remove all hooks of the parameters for a `with` block, and put them back at its end."""
+    """Context manager that removes all hooks of the parameters, and puts them back at its end."""
     hooks = DeferredHooks(parameters)
     try:
         yield hooks
@@ -173,10 +173,10 @@ def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
 
 
 def without_backward(outputs: Sequence[Any], program: Program, parameters: Iterable[Tensor]) -> list[Any]:
-    """Return the outputs of a call through a pipeline, whose backward raises UsageError.
+    """Change the outputs of a call through a pipeline so that their backward raises UsageError.
 
-    Outputs that need no gradient in the model are unchanged. All other outputs depend on `parameters`, so that
-    `torch.autograd.grad` with respect to `parameters` raises too.
+    Returns the outputs. Outputs that need no gradient in the model are unchanged. The others depend on `parameters`, so
+    that `torch.autograd.grad` with respect to parameters raises too.
     """
     sent: Any = program.stages[-1].graph.graph.output_node().args[0]
     anchors = [torch.zeros((), requires_grad=True), *parameters]

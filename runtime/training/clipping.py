@@ -24,11 +24,11 @@ class ClippingMethods:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the full model's gradients: a detached scalar, equal on every rank. Collective.
 
-        The result is that of `torch.nn.utils.get_total_norm` on one device. Every shard of a parameter counts once,
+        The result equals that of `torch.nn.utils.get_total_norm` on one device. Every shard of a parameter counts once,
         even if several ranks store it.
 
         Args:
-            norm_type: any p but 0; `math.inf` is the largest element. Raises OptionError for 0.
+            norm_type: order p of the norm; `math.inf` gives the largest element. Raises OptionError for 0.
         """
         self._traced("grad_norm")
         return gradient_norms.grad_norm(self._local_parameters.values(), self._process, norm_type)

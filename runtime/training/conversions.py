@@ -14,9 +14,9 @@ CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 
 
 def spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of `to`, with every other spelling of `device` replaced by `device`.
+    """Return the arguments of `Module.to`, with every other spelling of `device` replaced by `device`.
 
-    For example, "cuda" is "cuda:0" if that is the current device, and "cpu:1" is "cpu".
+    For example, "cuda" is another spelling of "cuda:0" if this is the current device, and "cpu:1" of "cpu".
     """
     named = {name: device if _is_device(value, device) else value for name, value in kwargs.items()}
     return [device if _is_device(value, device) else value for value in args], named
@@ -37,7 +37,7 @@ def _index(device: torch.device, current: int) -> int:
 
 
 def refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError if `fn` would convert a tensor of this dtype and device."""
+    """Raise UsageError if `fn` would convert a tensor of this dtype and device to another dtype or device."""
     probe = torch.empty(0, dtype=dtype, device=device)
     converted = fn(probe)
     if converted is not probe:

@@ -26,9 +26,9 @@ from autopart.runtime.training.gradient_norms import inside
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
 
-    It detects infinite gradients over all ranks. So all ranks take a step or none does, and the scale stays equal. When
-    a model is partitioned, torch's class is patched to do so too. In addition, this class works without `scale(loss)`.
-    Its default `device` is "cuda", or "cpu" without GPUs.
+    It detects infinite gradients over all ranks. Either all ranks take a step or none does, and the scale stays equal.
+    When a model is partitioned, torch's class is patched to do this too. In addition, this class also works if
+    `scale(loss)` is never called. Its default `device` is "cuda", or "cpu" without GPUs.
 
     Example:
         scaler = autopart.GradScaler()
@@ -52,7 +52,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(self.where, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def get_scale(self) -> float:
-        """Return the factor for the loss: a number, equal on every rank; 1 if the scaler is disabled."""
+        """Return the factor for the loss, a number that is equal on every rank; 1 if the scaler is disabled."""
         if self.is_enabled():
             self.scale(torch.zeros((), device=self.where))  # create the scale tensor, as scaling the first loss would
         return super().get_scale()
@@ -95,7 +95,7 @@ def _unscale(
 
 
 def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
-    """Raise InputError if the loss was not multiplied by the scale that divides the gradients."""
+    """Raise InputError if the gradients will be divided by a scale by which the loss was not multiplied."""
     if process.step_scale == 1.0 != scaler.get_scale():
         raise InputError(
             f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",

@@ -144,7 +144,7 @@ def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float =
 
 @dataclass(frozen=True)
 class NormShard:
-    """A shard that this rank adds to a norm (of a parameter or gradient), and the parameter's shard info."""
+    """A local parameter or gradient that goes into a norm, with the shard info of the parameter."""
 
     tensor: Tensor
     shard_info: ShardInfo
@@ -156,10 +156,11 @@ class _Row:
 
     Attributes:
         present: 1 if the rank takes part.
-        dtypes: set of dtypes of its tensors, one bit per dtype.
-        names: checksum of the parameter names in its list.
-        stages: checksum of its pipeline stages.
-        one_of_many: 1 if its list has only one parameter, although more of its parameters have gradients.
+        norm: norm of the shards that the rank owns.
+        dtypes: set of dtypes of the rank's tensors, one bit per dtype.
+        names: checksum of the parameter names in the rank's list.
+        stages: checksum of the rank's pipeline stages.
+        one_of_many: 1 if the rank's list has only one parameter, although more of the rank's parameters have gradients.
     """
 
     present: float = 0.0
@@ -173,11 +174,11 @@ class _Row:
 def _norm(
     parts: Sequence[NormShard], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
 ) -> Tensor:
-    """Return the norm of the shards on all ranks, together with `others`.
+    """Return the norm of all ranks' shards together with `others`. Shards on several ranks count once.
 
     Args:
         others: replicated tensors that belong to no partitioned model.
-        of_one: True if the caller passed one parameter, not a list. Then only ranks of its stage take part.
+        of_one: True if the caller passed one parameter, not a list. Only ranks of the parameter's stage then take part.
     """
     check_reduced(process, "the norm of the gradients")
     counted = [
@@ -202,10 +203,10 @@ def _norm(
 
 
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
-    """All-gather one `_Row` (the values of one rank) from each rank that takes part in a norm.
+    """All-gather the `_Row` (values for a norm) of each rank that takes part in the norm.
 
-    The all-gather is an all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values bitwise
-    unchanged.
+    It is implemented as an all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values
+    bitwise unchanged.
 
     Args:
         row: this rank's values. The function replaces its field `norm`.
@@ -259,7 +260,7 @@ def _stages(processes: Sequence[Process]) -> int:
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:
-    """Name the method `doing` in the watchdog's messages if a collective in this `with` block hangs."""
+    """Context manager: if a collective in it hangs, the watchdog's error names the method `doing`."""
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
@@ -350,9 +351,9 @@ def check_finite(total: Tensor, asked: bool) -> None:
 def _process_among(tensors: Sequence[Tensor]) -> Process | None:
     """Return the process of the first tensor that belongs to a model on several ranks, or None.
 
-    A rank without gradients passes an empty list, and still must take part in the norm. Then the result is the process
-    of the model that was partitioned last. Python frees older models at different times on different ranks, so they are
-    not used.
+    A rank without gradients passes an empty list, but must still take part in the norm. In this case, the result is the
+    process of the model that was partitioned last. Older models are not used, because Python can free them at different
+    times on different ranks.
     """
     processes = (process_of(tensor) for tensor in tensors)
     process = next((process for process in processes if process is not None and process.groups), None)
@@ -363,9 +364,9 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
 
 
 def _shard_infos_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
-    """Return {memory of a parameter or its gradient: shard info}.
+    """Return {memory location of a parameter or its gradient: shard info of the parameter}.
 
-    With it, the parameter of a detached gradient is found.
+    It serves to find the parameter to which a detached gradient belongs.
     """
     shard_infos = {}
     for parameter, shard_info in registered_parameters():

@@ -1,6 +1,6 @@
-"""Train or eval mode, and attributes with immutable values, of the layers of a partitioned model.
+"""Train or eval mode of the layers of a partitioned model, and attributes with immutable values.
 
-Ranks compare these settings, because a call with other settings needs another program.
+A call with other settings needs another program, so all ranks must have equal settings, and compare them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LayerModes:
     """Train or eval modes and attributes that users set on a partitioned model and its layers.
 
     The partitioned model has one module per layer of the original model, called a branch. A branch stores its mode in
-    `training` and its attributes in `_set`. `settings` collects both from all branches, if they have changed since it
-    was last read.
+    `training` and the attributes that users have set in `_set`. `settings` collects both from all branches, if they
+    have changed since `settings` was last used.
     """
 
     def __init__(self, source: Source) -> None:
@@ -41,7 +41,7 @@ class LayerModes:
         self._settings, self._text = Settings(), ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerModes:
-        """Return an unconnected object for a copy of the partitioned model. `attach` connects it to the copy."""
+        """Return a new object for a copy of the partitioned model. `attach` must connect it to the copy."""
         copied = memo[id(self)] = LayerModes(self.source)
         return copied
 
@@ -66,7 +66,7 @@ class LayerModes:
 
     @property
     def settings(self) -> Settings:
-        """Layers whose mode differs from the model's, and attributes that differ from the original model's."""
+        """Modes of layers that differ from the model's mode, and attributes that differ from the original's."""
         if self.changed:
             self._collect()
         return self._settings
@@ -120,9 +120,9 @@ class LayerModes:
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run a user-defined `train` or `eval` on the original model.
 
-        Before the call, the original model gets the modes and attributes of the partitioned model. The method may
-        change modes, attributes with immutable values, and `requires_grad`. These changes are copied to the
-        partitioned model. Afterwards the original model is restored.
+        Before the call, the original model gets the modes and attributes of the partitioned model. The user's method
+        may change modes, attributes with immutable values, and `requires_grad`. These changes are copied to the
+        partitioned model. Afterwards, the state of the original model is restored.
         """
         model, root = self.source.model, self.root
         layers, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -165,10 +165,10 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """Yield a text for each layer whose mode differs from the model's mode.
+    """Yield texts that name the layers whose mode differs from the model's mode.
 
-    The text is "encoder" if the modes of all layers inside the encoder differ too; these layers then get no text. The
-    text is "encoder itself" if some layer inside it has the model's mode.
+    "encoder" names the layer and all layers inside it, if the modes of all of them differ. "encoder itself" names the
+    layer only, if some layer inside it has the model's mode.
 
     Args:
         paths: paths of all layers.

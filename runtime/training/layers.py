@@ -27,7 +27,7 @@ READ_PROPERTIES = ("dtype", "is_activation_checkpointing", "is_gradient_checkpoi
 
 
 class ModuleProxy(nn.Module):
-    """A module that represents a model or a layer of it. Users can set only its mode and plain attributes.
+    """Module that represents a model or one of its layers. Users can set its mode and plain attributes.
 
     Attributes:
         _path: path of the layer in the model.
@@ -39,18 +39,18 @@ class ModuleProxy(nn.Module):
     _set: dict[str, Any]
 
     def _init_proxy(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
-        """Copy from the original layer its mode, and the names of parameters and buffers that are None."""
+        """Copy the mode of the original layer, and the names of its parameters and buffers that are None."""
         for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
             local.update({name: None for name, value in original.items() if value is None})
         self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the mode of this module and its layers, as the original's `train(mode=True)` does."""
+        """Set the mode of this module and its layers, as `train(mode=True)` of the original module does."""
         self._modes.set_mode(self, self._path, "train", args, kwargs)
         return self
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Set this module and its layers to evaluation mode, as the original's `eval()` does."""
+        """Set this module and its layers to evaluation mode, as `eval()` of the original module does."""
         self._modes.set_mode(self, self._path, "eval", args, kwargs)
         return self
 
@@ -115,7 +115,7 @@ class ModuleProxy(nn.Module):
         _refuse_change("register_buffer()")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise UsageError: the option `compile` of `parallelize` compiles the stages."""
+        """Raise UsageError, because the option `compile` of `parallelize` compiles the stages instead."""
         raise UsageError("pm.compile() compiles nothing", why="pm(...) runs the graphs of the stages, not the modules",
                          hint="parallelize(..., compile=True)")  # fmt: skip
 
@@ -135,7 +135,7 @@ class ModuleProxy(nn.Module):
 
 
 class LayerProxy(ModuleProxy):
-    """A layer of a partitioned model: this rank's tensors, with the original's class, mode and attributes.
+    """Layer of a partitioned model. It has this rank's tensors, and class and attributes of the original.
 
     `isinstance(pm.layers[0], nn.Linear)` is True. The layer cannot be called: its operators are part of the program.
     """
@@ -273,7 +273,7 @@ class LayerProxy(ModuleProxy):
 def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
     """Add a LayerProxy for each layer of the model that has no LayerProxy yet.
 
-    A layer with two names has one proxy.
+    A layer that has two names in the model gets one proxy.
     """
     branches: dict[int, ModuleProxy] = {id(modes.source.model): root}
 
@@ -324,7 +324,7 @@ def _items(module: ModuleProxy) -> dict[str, Any]:
 
 
 def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
-    """Return a plain attribute of the original model or of a layer, such as its `config`.
+    """Return a plain attribute of an original layer or model, such as its `config`.
 
     Raises MissingAttribute (an AttributeError) if access to the attribute would run the model's code or read its
     weights.

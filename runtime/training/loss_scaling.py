@@ -26,9 +26,9 @@ STATE = "loss_scaling"
 
 @dataclass
 class LossScaling:
-    """Loss scale of the next step, equal on every rank.
+    """Loss scale of the next step, with its update rule. It is equal on every rank.
 
-    It is a power of two, so that division by it is exact.
+    The scale is a power of two, so that division by it is exact.
 
     Attributes:
         steps: number of steps since the scale changed.
@@ -89,7 +89,7 @@ class LossScalingMethods:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in the next `step`, by which the step divides the gradients again.
+        """Factor by which the next `step` multiplies the loss. The step divides the gradients by it again.
 
         It is 1 without `precision="fp16"`.
         """
@@ -113,7 +113,7 @@ class LossScalingMethods:
 
 @contextmanager
 def explain_missing_operators() -> Iterator[None]:
-    """Raise RuntimeSetupError if code in this `with` block runs an operator that lacks a 16-bit kernel.
+    """Context manager that raises RuntimeSetupError if an operator in it lacks a 16-bit kernel.
 
     The error replaces torch's error, and recommends another precision.
     """

@@ -38,7 +38,7 @@ class MeshMethods(nn.Module):
     def data_rank(self) -> int:
         """Index of this rank's part of the global batch, from 0 to `num_data_ranks - 1`.
 
-        Ranks that differ only in `tp` or `pp` have the same index. Available before the model is traced.
+        Ranks that differ only in `tp` or `pp` have equal indices. It can be used before the model is traced.
 
         Example: `DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank)` with `local_batch=True`.
         """
@@ -69,8 +69,8 @@ class MeshMethods(nn.Module):
     def summed(self, fn: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Return the sum of `fn(parameter)` over all parameters of the model, equal on every rank.
 
-        Each parameter counts once, even if several ranks store it. Differentiable with respect to the parameters. A
-        collective call.
+        Each parameter counts once, even if several ranks store it. The sum is differentiable with respect to the
+        parameters. A collective call.
 
         Args:
             fn: function of one parameter that returns a scalar. The parameter and its `.grad` behave as full tensors.
@@ -88,10 +88,9 @@ class MeshMethods(nn.Module):
         return total_over_stages(total, self._process)
 
     def pause_timeout(self) -> AbstractContextManager[None]:
-        """Pause `timeout=` while some ranks do other work in a `with` block, such as evaluating or saving.
+        """Context manager that pauses `timeout=` while this rank does other work, such as evaluation.
 
-        Use it on the ranks that do the work. Other ranks, which wait for them in their next call, then wait without a
-        limit.
+        Use it on the ranks that do the work. In their next call, other ranks then wait for these ranks without a limit.
 
         Example:
             if rank == 0:
@@ -101,15 +100,15 @@ class MeshMethods(nn.Module):
         return nullcontext() if self._process.watch is None else self._process.watch.pause()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients in a `with` block without reducing them over ranks.
+        """Context manager in which gradients accumulate without being reduced over ranks.
 
         As with `torch.nn.parallel.DistributedDataParallel.no_sync`, the next `step` or backward outside of the block
-        reduces them once. Every rank must enter the block. A backward belongs to the block if its forward ran in the
-        block.
+        reduces the accumulated gradients once. Every rank must enter the block. A backward counts as inside the block
+        if its forward ran in the block.
 
-        Until the reduction, `.grad` has this rank's partial gradients. Functions that read gradients (norms, clipping,
-        an optimizer's step, `full_grads`) raise UsageError. Values that you add to `.grad` by hand are reduced too.
-        Raises UsageError if parameters are sharded (`zero=`).
+        Until the reduction, `.grad` has this rank's partial gradients. Functions that need reduced gradients (norms,
+        clipping, an optimizer's step, `full_grads`) raise UsageError. Values that you add to `.grad` by hand are
+        reduced too. Raises UsageError if parameters are sharded (`zero=`).
 
         Example:
             with pm.no_sync():
@@ -124,7 +123,7 @@ class MeshMethods(nn.Module):
         return self._unreduced.opened()
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
-        """Return the graph of a stage, with mesh axes in its collectives. Default: this rank's first stage."""
+        """Return the graph of a stage, by default this rank's first stage. Its collectives name mesh axes."""
         program = self._traced("graph")
         if stage is None:
             stage = self._stages(program)[0]

@@ -34,10 +34,10 @@ _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_lo
 
 
 class ModuleMethods(ModuleProxy):
-    """Methods of `nn.Module` whose default would be silently wrong on a partitioned model.
+    """Methods of `nn.Module` whose default implementation would be silently wrong on a partitioned model.
 
-    `copy.deepcopy` returns a module with separate parameters, for example for moving averages. The copy runs on the
-    same processes.
+    `copy.deepcopy` returns a module with separate parameters, for example for moving averages. The copy uses the
+    process groups of the original.
     """
 
     _local_parameters: dict[str, nn.Parameter]
@@ -133,7 +133,7 @@ class ModuleMethods(ModuleProxy):
         return copied
 
     def _begin_as_copy(self) -> None:
-        """Create new state for steps and gradients. `copy.deepcopy` calls this on the copy."""
+        """Create new state for steps and gradients, as the copy that `copy.deepcopy` has created."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -155,7 +155,7 @@ class ModuleMethods(ModuleProxy):
         return attribute_of(source.model, name)
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run one of READ_METHODS on the original model. Replace a returned layer by the layer of `self`."""
+        """Run a method in READ_METHODS on the original model. Replace a returned layer by this module's layer."""
         model = self.__dict__["_source"].model
         needed = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
         try:
@@ -183,7 +183,7 @@ class ModuleMethods(ModuleProxy):
 def patch_wrappers() -> None:
     """Make DDP, FSDP and similar wrappers reject partitioned models, and `torch.compile` warn.
 
-    DDP and FSDP would treat this rank's shards as full parameters.
+    Without the patch, DDP and FSDP would treat this rank's shards as full parameters.
     """
     before_wrappers(refuse_wrapper)
 
@@ -191,7 +191,7 @@ def patch_wrappers() -> None:
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
     """Raise UsageError if one of the modules to wrap is, or contains, a partitioned model.
 
-    `torch.compile` of a partitioned model only warns: the result runs the partitioned model uncompiled.
+    For `torch.compile` of a partitioned model, it only warns that the model is not compiled.
     """
     if wrapper == "OptimizedModule":
         if isinstance(modules, ModuleMethods):
@@ -207,7 +207,7 @@ def refuse_wrapper(modules: Any, wrapper: str) -> None:
 
 
 def _is_unconnected(library: str) -> bool:
-    """Return True if the program imported a training library after `parallelize`."""
+    """Return True if a training library was imported after `parallelize`, so that it is not connected."""
     return f"{library}.accelerator" in sys.modules and f"autopart.integrations.{library}" not in sys.modules
 
 

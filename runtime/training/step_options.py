@@ -26,9 +26,9 @@ class StepOptions:
     """Options of one `step`.
 
     Attributes:
-        loss_scale: factor of the loss before it is differentiated. The returned loss is not multiplied.
-        num_tokens: divisor of the sum of losses over labels. None: the number of labels in the batch that are not
-            ignored.
+        loss_scale: factor by which the loss is multiplied for the backward. The returned loss is not multiplied.
+        num_tokens: number by which the sum of the labels' losses is divided. None: the number of labels in the batch
+            that are not ignored.
         outputs: True to return the model's outputs too.
     """
 
@@ -80,14 +80,14 @@ class StepOptions:
 
 
 def scaled(loss: Tensor, scale: float) -> Tensor:
-    """Return the loss unchanged. Its backward multiplies the gradient by `scale`."""
+    """Return the loss with an unchanged value. Its backward multiplies the gradient by `scale`."""
     return loss if scale == 1.0 else _Scaled.apply(loss, scale)
 
 
 class _Scaled(Function):
     """Autograd function: identity in forward; backward multiplies the gradient by a number.
 
-    Multiplying the gradient, not the loss, keeps the loss exact, and finite in half precision.
+    The gradient is multiplied, not the loss, so that the loss stays exact, and finite in half precision.
     """
 
     @staticmethod
@@ -125,10 +125,10 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
-    """Make the stages of the current call divide the sum of losses by `num_tokens`. A collective call.
+    """Make the current call divide the sum of the labels' losses by `num_tokens`. A collective call.
 
-    Raises InputError on every rank if the loss is not a mean over labels. Raises it too if this batch has more than
-    `num_tokens` labels.
+    Raises InputError on every rank if the loss is not a mean over labels, or if the batch has more than `num_tokens`
+    labels.
     """
     label_count = program.label_count
     if not isinstance(label_count, LabelCount):

@@ -1,4 +1,4 @@
-"""Interaction with user code around calls of a partitioned model: `torch.compile`, `backward`."""
+"""Interaction with user code around calls of a partitioned model: `torch.compile` and `backward`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bind_calls(module: Any, model: nn.Module) -> None:
 def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
     """Exclude these methods of a partitioned model from `torch.compile` of the user's code.
 
-    They run graphs that autopart compiles itself.
+    These methods run graphs that autopart compiles itself.
     """
     reason = "stages of a partitioned model are compiled by parallelize(..., compile=True)"
     for method in methods:
@@ -55,7 +55,7 @@ class SignedForward:
 
 @contextmanager
 def calling_instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Run `function(module, ...)` in place of `forward` when the module is called in this block."""
+    """Context manager in which calls of the module run `function(module, ...)` in place of `forward`."""
     forward, module.__dict__["_signed_forward"] = module.__dict__["_signed_forward"], function
     try:
         yield
@@ -82,7 +82,7 @@ def forward_signed_as(kind: type[nn.Module], model: nn.Module) -> Callable[..., 
 
 @functools.cache
 def explain_backward() -> None:
-    """Patch `Tensor.backward` to raise a clear error for a tensor without a graph, such as a step's loss."""
+    """Patch `Tensor.backward` to raise a clear error for a tensor without a graph, such as `step`'s loss."""
     torch_backward = Tensor.backward
 
     @functools.wraps(torch_backward)

@@ -31,7 +31,7 @@ class SyncMethods:
         self._data_sync.adopt(program, self._local_parameters)
 
     def _sync_with_methods(self, program: Program) -> Any:
-        """Return the synchronisation that runs `dp_sync` methods. Create it if the module uses all-reduce."""
+        """Return the object that runs `dp_sync` methods. Create it if the module has used all-reduce so far."""
         if (sync := with_methods(self._data_sync)) is not self._data_sync:
             self._data_sync = sync
             sync.adopt(program, self._local_parameters)
@@ -39,7 +39,7 @@ class SyncMethods:
 
     @on_local_values
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hook the steps of an optimizer to average the models of the data ranks.
+        """Register hooks on an optimizer, so that its steps average the models of the data ranks.
 
         Call it once before the first step with a `dp_sync` that averages models, such as `"gossip:ring"` or
         `"local:16"`. With other settings of `dp_sync` it does nothing. Raises UsageError if the optimizer has no
@@ -61,8 +61,8 @@ class SyncMethods:
 
         Hooks written for DDP work without changes: `hook(state, bucket)` returns a future of one tensor. The hook runs
         once per step for every bucket of this rank's parameters. Before it runs, gradients are reduced over other axes
-        (`cp`) and for tied parameters. If `state` has no process group, the group of the data ranks is used. Raises
-        UsageError for a hook that cannot run, OptionError if another `dp_sync` is set.
+        (`cp`) and between copies of tied parameters. If `state` has no process group, the group of the data ranks is
+        used. Raises UsageError for a hook that cannot run, OptionError if another `dp_sync` is set.
 
         Example:
             state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2)
@@ -77,9 +77,9 @@ class SyncMethods:
     def dp_sync_state_dict(self, data_ranks: int | None = None) -> dict[str, Any]:
         """Return the state of the `dp_sync` methods: {"steps": ..., "name.error": tensor, ...}.
 
-        Save it with the model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh. If a tensor
-        differs between data ranks, it has the shape [data ranks, *shape]. State in units of a gradient is scaled as
-        the gradient of one rank's mean loss.
+        Save it with the model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh. State that
+        differs between data ranks is a tensor of shape [data ranks, *shape]. State that is added to gradients, such as
+        compression errors, is in units of the gradient of one rank's mean loss.
 
         Args:
             data_ranks: number of data ranks that saved the checkpoint. Pass it if you load on another number of data
@@ -96,7 +96,7 @@ class SyncMethods:
 
     @meeting
     def load_dp_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `dp_sync_state_dict`, after the model's state.
+        """Load state in the form that `dp_sync_state_dict` returns. Load the model's state before.
 
         If another number of data ranks saved it, each rank loads the mean over the ranks that saved it. Raises
         CheckpointError if the state does not fit the module's `dp_sync`.

@@ -1,8 +1,8 @@
 """Deferred initialisation: run a constructor with few parameters in memory, and keep only shards.
 
-The constructor runs unmodified, with the random numbers of a run on one device. While it fills some parameters, earlier
-parameters are freed, except this rank's shards of them. If the constructor fills a freed parameter again (transformers
-does so at the end), the parameter gets new memory.
+The constructor runs unmodified, with the random numbers of a run on one device. While it fills some parameters, the
+memory of earlier parameters is freed, except this rank's shards of them. If the constructor fills a freed parameter
+again (transformers does so at the end), the parameter gets new memory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Constructor:
     Afterwards the state of the generator is restored.
 
     Args:
-        draws_matter: True if random values in buffers must equal those of a run on one device.
+        draws_matter: True if random values in buffers must be equal to those of a run on one device.
 
     Attributes:
         buffers: {name: tensor} of the constructed model's buffers and plain tensor attributes.
@@ -97,7 +97,10 @@ class Constructor:
             self._run(lambda names, full: {}, ())
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> dict[str, Tensor]:
-        """Construct the model. Return {name: this rank's shard}, in the dtype of the constructed parameter."""
+        """Construct the model. Return {name: this rank's shard} for the names in `cuts`.
+
+        The shards have the dtypes of the constructed parameters.
+        """
 
         def shard(names: Sequence[str], full: Tensor) -> dict[str, Tensor]:
             return {name: local_shard_of(full.detach(), cuts[name]).clone() for name in cuts.keys() & set(names)}
@@ -105,7 +108,7 @@ class Constructor:
         return self._run(shard, cuts)
 
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Run the constructor, and apply `shard` to each parameter. Return {name: shard}."""
+        """Run the constructor, and compute the shards of each parameter by `shard`. Return {name: shard}."""
         run = _OneAtATime(self.order, shard)
         try:
             if not self._at_once:
@@ -168,7 +171,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A registered parameter: its index, and its shards once its memory is freed."""
+    """A parameter whose memory is managed, with its shards after the memory is freed."""
 
     number: int
     parameter: nn.Parameter
@@ -222,7 +225,7 @@ class _OneAtATime(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def finish(self, model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Return {name: shard} of the constructed model, for the names `wanted`."""
+        """Return {name: shard} of the constructed model, for the names in `wanted`."""
         if self.problem:  # the constructor has caught the exception and gone on
             raise ReadsEarlier
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -240,7 +243,7 @@ class _OneAtATime(TorchDispatchMode):
         return kept
 
     def _use(self, keys: Sequence[int]) -> None:
-        """Give these parameters memory, and free the memory of the parameters used longest ago."""
+        """Give these parameters memory. Free the memory of the parameters that were least recently used."""
         self._open = {key: size for key, size in self._open.items() if key not in keys}
         largest = max((tracked.size_bytes for tracked in self._tracked.values()), default=0)
         needed_bytes = sum(self._tracked[key].size_bytes for key in keys)
@@ -270,7 +273,7 @@ class _OneAtATime(TorchDispatchMode):
 def _trim_memory() -> None:
     """Return freed memory to the operating system.
 
-    glibc keeps freed blocks of up to 32 MB, and does not reuse aligned blocks.
+    Otherwise glibc holds on to freed blocks of up to 32 MB, and does not reuse aligned blocks.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,9 +1,9 @@
-"""Lazy tensors: tensors of known shape whose values stay in files, until rectangular slices are read.
+"""Lazy tensors, whose values stay in files until rectangular slices of them are read.
 
 A model library converts a checkpoint to its model by calling functions of torch. For example, it stacks experts,
 concatenates gate and up projections, splits a fused projection, or transposes. A `LazyTensor` implements these
-functions and returns another `LazyTensor`. So the library's own code determines where every element of the model is
-stored in the files.
+functions and returns another `LazyTensor`. The result refers to the elements of the files. The library's own code thus
+determines from where in the files each element of the model is read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class LazyTensor:
     dtype: torch.dtype
 
     def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
-        """Read the rectangular slice that starts at index `offsets` and has the shape of `out` into `out`."""
+        """Read a rectangular slice into `out`. It starts at the index `offsets` and has the shape of `out`."""
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Read a shard of this tensor, which consists of rectangular slices, into `out`, in `out`'s dtype."""
+        """Read a shard of this tensor, which consists of the slices `boxes`, into `out`, in `out`'s dtype."""
         for box in boxes:
             index = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
             self.read_box(box.offsets, out[index])

@@ -63,8 +63,8 @@ class Weights:
     """Weights of a model, as the option `weights=` defines them.
 
     Attributes:
-        model: meta copy of the user's model; the user's model if there is a problem.
-        problem: error if the weights cannot be used. It is raised only after the ranks have compared their calls, so
+        model: meta copy of the user's model, or the user's model if there is a problem.
+        problem: error if the weights cannot be used. `check` raises it after the ranks have compared their calls, so
             that no rank waits for this one.
     """
 
@@ -90,7 +90,7 @@ class Weights:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """Return the user's model and its parameter `name`. None if the user has deleted the model."""
+        """Return (the user's model, its parameter `name`); None if the user has deleted the model."""
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
@@ -101,7 +101,7 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Load the full values of these parameters into the meta copy, if they have no memory yet."""
+        """Load the full values of these parameters into `model`, the meta copy, if they have no memory yet."""
         empty = {name: model.get_parameter(name) for name in names}
         empty = {name: parameter for name, parameter in empty.items() if not has_memory(parameter)}
         for name, value in self.read(dict.fromkeys(empty, ())) if empty else ():
@@ -153,7 +153,7 @@ class Construction:
 class Checkpoint:
     """Source of a model's weights: a checkpoint in safetensors files.
 
-    If the source is `Pretrained`, parameters that the files lack are initialised as by `from_pretrained`.
+    If the source is a `Pretrained`, parameters that are not in the files are initialised as by `from_pretrained`.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Pretrained):
@@ -209,8 +209,7 @@ class Checkpoint:
     def _match(self, model: nn.Module) -> tuple[dict[str, LazyTensor], list[str]]:
         """Match tensors of the files with tensors of the model.
 
-        Returns {name in the model: tensor in the files}, and a list of names that are in the files but not in the
-        model.
+        Returns ({name in the model: tensor in the files}, names that are in the files but not in the model).
         """
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
@@ -218,7 +217,7 @@ class Checkpoint:
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
-        """Record, for each tensor of the model, its tensor in the files. Return the names that the files lack.
+        """Record, for each tensor of the model, its tensor in the files. Return the names of missing tensors.
 
         The files may have a tied tensor under any of its names.
         """
@@ -249,7 +248,7 @@ class Checkpoint:
 
 
 def _names_of_each(model: nn.Module) -> list[list[str]]:
-    """Return for each tensor in the model's state dict a list of all its names."""
+    """Return, for each tensor in the model's state dict, a list of its names. Tied tensors have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -258,7 +257,7 @@ def _names_of_each(model: nn.Module) -> list[list[str]]:
 
 
 def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
-    """Return True if two tensors are bitwise identical. Reads a few rows at a time."""
+    """Return True if two lazy tensors are bitwise identical. It reads a few rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = one.shape[0] if one.shape else 1
@@ -298,7 +297,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
-    """Return a warning that lists tensors whose dtype is converted on loading: a list of at most one text."""
+    """Return a list with a warning about tensors whose dtypes are converted on loading; [] without any."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:

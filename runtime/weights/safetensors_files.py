@@ -1,7 +1,7 @@
 """Tensors of a checkpoint in safetensors files. Each rank reads only the elements that it needs.
 
 The safetensors library maps files into memory. Pages that were read count as memory of this process until the file is
-unmapped. So files are closed when the bytes read exceed the size of the largest tensor.
+unmapped. Files are therefore closed when more bytes than the size of the largest tensor have been read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.sta
 class SafetensorsFiles:
     """Lazy tensors of a checkpoint, by their names in the files.
 
-    Use it as a context manager around reads; it closes the files at the end. Raises CheckpointError if no file can be
-    read, or if a file is incomplete.
+    Use it as a context manager around reads, so that it closes the files at the end. Raises CheckpointError if no file
+    can be read, or if a file is incomplete.
 
     Args:
         path: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder with such files.
@@ -64,7 +64,7 @@ class SafetensorsFiles:
 
         Args:
             window: index of the slice.
-            size_bytes: bytes of the rows that contain the slice, all of which count as memory.
+            size_bytes: size of the rows that contain the slice. Reading the slice brings all of these rows into memory.
         """
         if self._mapped_bytes + size_bytes > self._largest_bytes:
             self._close()
@@ -74,7 +74,7 @@ class SafetensorsFiles:
     def _add(self, file: Path, listed: Sequence[str] | None) -> list[str]:
         """Add the tensors of a file.
 
-        Return lines of text that describe them, for the digest that ranks compare.
+        Return lines of text that describe the tensors, for the digest that ranks compare.
         """
         opened = self._file(file)
         names = sorted(opened.keys())
@@ -151,7 +151,7 @@ def _library() -> tuple[Callable[..., Any], type[Exception]]:
 
 
 def _files_of(path: Path) -> dict[Path, list[str] | None]:
-    """Return {file of a checkpoint: the names that an index lists for it, or None without an index}."""
+    """Return the files of a checkpoint as {file: names that an index lists for it; None without index}."""
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else {path: None}
     if not path.is_dir():

@@ -1,7 +1,7 @@
 """Find the tensors of a transformers model in a checkpoint, by transformers' table of conversions.
 
-`from_pretrained` renames the tensors of a checkpoint and converts them; for example, it stacks experts, or fuses gate
-and up projections. This file calls the same conversion functions with lazy tensors.
+`from_pretrained` renames and converts the tensors of a checkpoint. For example, it stacks experts, or fuses gate and up
+projections. This module calls transformers' conversion functions with lazy tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
-    """Return {name in the model's state dict: lazy tensor}, and checkpoint names that it lacks.
+    """Return ({name in the model's state dict: lazy tensor}, checkpoint names that the model lacks).
 
     Raises CheckpointError if a conversion changes values instead of only moving elements.
     """
@@ -61,7 +61,7 @@ def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, La
 
 
 def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that `from_pretrained` requires in a checkpoint."""
+    """Return the names in `names` that `from_pretrained` requires a checkpoint to have."""
     return _without_ignored(model, names, "_keys_to_ignore_on_load_missing")
 
 
@@ -69,7 +69,8 @@ def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
 def initialised(model: Any, names: Iterable[str]) -> dict[str, Tensor]:
     """Return {name: value} of parameters, initialised as by `from_pretrained`.
 
-    It draws from torch's CPU generator, in the order in which `from_pretrained` does for parameters that files lack.
+    Random values are drawn from torch's CPU generator, in the order in which `from_pretrained` initialises parameters
+    that are not in the files.
     """
     if not is_transformers(model):
         return {}
@@ -92,7 +93,7 @@ def initialised(model: Any, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _in_order(path: str, module: nn.Module, owner: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (path, module, model that initialises it), layers before their parents."""
+    """Yield (path, module, model whose code initialises the module). Children come before their parents."""
     library: Any = sys.modules["transformers.modeling_utils"]
     for name, child in module.named_children():
         inner = child if isinstance(child, library.PreTrainedModel) else owner
@@ -127,7 +128,7 @@ def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTenso
 
 
 def _without_ignored(model: Any, names: Iterable[str], patterns_attribute: str) -> list[str]:
-    """Return the names without those that `from_pretrained` ignores.
+    """Return the names in `names` that `from_pretrained` does not ignore.
 
     Args:
         patterns_attribute: class attribute of the model with regular expressions of names to ignore.
