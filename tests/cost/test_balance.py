@@ -27,6 +27,7 @@ def most(plan):
     return max(row["total"] for row in plan.memory)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_the_fullest_rank_counts(planned, way):
     """Of 8,192 rows, 4,096 a rank on the mean, every one with two products of 512 x 1536 and a hidden value of 1536."""
@@ -43,6 +44,7 @@ def test_the_fullest_rank_counts(planned, way):
     assert even.cost["worst_memory_bytes"] == fuller.cost["worst_memory_bytes"] == most(planned("ep2", way, balance=2))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("balance", [1.0, 1.5, 2.0])
 def test_the_formula_of_one_plan_tells_another(planned, balance):
     told, found = planned("ep2", balance=balance).cost.at(ep=4), planned("ep4", balance=balance)
@@ -62,6 +64,7 @@ def test_it_is_in_the_plan(planned):
     assert replace(planned("ep2", balance=1), text="").to_json() == even.to_json()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("balance", "is_sent"), [(1.0, True), (4.0, False)])
 def test_rows_are_not_sent_where_one_rank_gets_most(planned, balance, is_sent):
     """Of T tokens with two rows on four ranks the fullest rank gets T / 2 rows on the mean, and 2 T if all are its."""

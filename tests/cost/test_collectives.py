@@ -201,6 +201,7 @@ def test_a_slower_link_makes_no_plan_cheaper(graph, between):
                 assert slower.solve().strategies == programme.solve().strategies
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "shares"), [
     ("dp2,tp4", {}),
     ("dp4,tp2", {}),

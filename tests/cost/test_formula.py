@@ -131,6 +131,7 @@ def test_forms():
     assert cost.at(tp=1, m=4, pp=3).parts_s["idle"] > 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("call", [lambda c: c.at(x=2), lambda c: c.at(tp=0), lambda c: c.subs(zz=1)])
 def test_other_symbols_are_refused(call):
     with pytest.raises(OptionError):

@@ -102,6 +102,7 @@ def test_equal_stages_idle_as_published(schedule, tmp_path):
     assert 1 / 4 - 1e-9 <= found.bubble_fraction <= (1 + 1 / 4) / ((1 + even) / 2) - 1 + 1e-9
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
 def test_the_actions_are_those_of_the_runtime(schedule):
     found = zoo_plan("pp2", schedule=schedule, microbatches=4)
@@ -116,6 +117,7 @@ def zoo_plan(mesh, **options):
     return autopart.plan(model, mesh, example_kwargs=batch, **options)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "axis", "zero"), [("tp2", "tp", 0), ("dp2,pp2,tp2", "tp", 0), ("dp2", "dp", 3), ("dp2,tp2", "dp", 3)]
 )

@@ -315,6 +315,7 @@ def test_a_step_is_that_of_the_formula(build, mesh, written_out):
     assert_same(fused, losses_and_gradients(build, mesh))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputation_draws_the_same(recompute):
     assert_same(losses_and_gradients(gpt2, "tp2", recompute=recompute), losses_and_gradients(gpt2, "tp2"))

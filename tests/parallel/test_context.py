@@ -348,6 +348,7 @@ def exchanged(plan):
     return {kind: size for kind, size in found.items() if size}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seq", [16, UNEVEN])
 @pytest.mark.parametrize(("heads", "kv_heads", "mesh"), [
     (8, 4, "cp2,tp2"), (8, 8, "cp4,tp2"), (8, 2, "cp2,tp2"), (8, 1, "cp2,tp2"), (8, 4, "dp2,cp2,tp2"),

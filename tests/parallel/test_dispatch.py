@@ -64,6 +64,7 @@ def test_rows_of_processes_and_of_lists_go_there_and_back():
                 torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("towards", SPREADS.values(), ids=SPREADS)
 @pytest.mark.parametrize("mesh", ["ep2", "ep4", "dp2,ep2", "cp2,ep2"])
 @pytest.mark.parametrize("way", WAYS)
@@ -73,6 +74,7 @@ def test_either_way_is_exact(way, mesh, towards):
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{"zero": 3, "recompute": "full"}, {"zero": 1}], ids=str)
 def test_rows_are_sent_beside_other_options(options):
     model, batch = mixture(form="matrix first")
@@ -120,6 +122,7 @@ class Normed(Mixture):
         return F.cross_entropy(self.head(rows + mixed), labels.flatten())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_views_of_rows_leave_open_how_many_there_are(way):
     torch.manual_seed(0)
@@ -128,6 +131,7 @@ def test_views_of_rows_leave_open_how_many_there_are(way):
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_rows_are_sent_where_a_token_has_fewer_than_there_are_ranks(times, ranks, monkeypatch):

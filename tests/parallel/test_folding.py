@@ -310,6 +310,7 @@ class Penalised(Mixture):
         return super().forward(ids, labels) + 0.1 * self.up.square().sum()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("experts", [8, 10])
 def test_weights_that_something_else_reads_are_gathered_where_they_divide(experts):
     torch.manual_seed(0)

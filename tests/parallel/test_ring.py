@@ -77,6 +77,7 @@ def test_sequences_need_not_divide(mesh, options):
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("attend", [window, biased, F.scaled_dot_product_attention], ids=lambda x: x.__name__)
 def test_any_mask_goes_with_it(attend):
     model, batch = sequence(attend)
@@ -180,6 +181,7 @@ def scaled_twice(program, parameters):
         instead(node, autopart_ops.ring_attention.default, *node.args[:7], 0.1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("fault", [keys_stay, scaled_twice])
 def test_a_fault_in_it_is_found_and_named(fault):
     model, batch = given("llama")

@@ -98,6 +98,7 @@ def test_exact_with_what_is_cut_over_dp(name, zero, slow):
     assert_exact(run, mesh, plan)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["pp2,tp2", "pp4,tp2"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_stages_send_a_part_of_what_they_hold_alike(name, mesh, slow):

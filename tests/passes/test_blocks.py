@@ -188,6 +188,7 @@ def stack(num_layers):
     return nn.Sequential(*layers).double(), {"input": torch.randn(8, 16, dtype=torch.float64)}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_layers", [2, 3, 4, 7, 8])
 def test_a_stack_of_equal_layers_is_cut_along_output_and_input_in_turn(num_layers):
     model, batch = stack(num_layers)

@@ -119,6 +119,7 @@ def per_block(program, block):
 ALL = [(case, mesh) for case in CASES for mesh in MESHES]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_a_block_has_two_all_reduces_each_way(case, mesh):
     names, num_blocks = CASES[case][2:]
@@ -169,6 +170,7 @@ def test_all_projections_are_sharded(case, mesh):
     assert plan.cost["bytes_per_microbatch"] > 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_tied_embedding_is_stored_once(mesh):
     program, _, _ = compiled("gpt2 toy", mesh)

@@ -257,6 +257,7 @@ class OfLabels(nn.Module):
         return sum((out[i] - label["boxes"]).abs().mean() for i, label in enumerate(labels)) / len(labels)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 1), (3, 3, 3, 3), (2, 2, 2, 2)], ids=str)
 def test_a_list_with_an_entry_per_sample_has_no_batch_dim(sizes):
     labels = [{"boxes": torch.randn(size, 4), "kinds": torch.zeros(size, dtype=torch.long)} for size in sizes]

@@ -116,6 +116,7 @@ def test_without_a_tensor_axis():
     assert found.chosen == "replicated" and found.reason == "the mesh dp2 has no axis tp to shard it over"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "chosen"), [("dp2", "S(0) on dp"), ("dp2,tp2", "S(1; sections=3), S(0) on dp")])
 def test_a_weight_in_parts(mesh, chosen):
     model, batch = zoo.gpt2()

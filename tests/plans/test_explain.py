@@ -43,6 +43,7 @@ def test_table_has_layouts_and_collectives_by_stage_and_block(gpt2_plan):
     assert "1 dp all_reduce" in step
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["llama", "t5", "bert", "phi3", "skip_mlp", "transformer_encoder"])
 def test_every_stage_is_accounted_for(name):
     model, batch = zoo.ZOO[name]()

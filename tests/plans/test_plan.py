@@ -204,6 +204,7 @@ def test_any_layout_of_any_parameter_stays_exact(name):
         assert verification.ok, f"{name}: {pattern} as {text}: {verification}"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", EDITED)
 def test_an_edited_weight_is_stored_and_read_as_edited(name):
     """Where the rule of the operator that reads it has such a strategy, nothing converts the weight on its way."""

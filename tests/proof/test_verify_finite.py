@@ -71,6 +71,7 @@ def line_of(text: str) -> str:
     return linecache.getline(__file__, int(numbers[-1]))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "mesh", "value", "makes", "line"),
     [

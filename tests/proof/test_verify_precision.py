@@ -91,6 +91,7 @@ def rows(number: int = 8) -> Tensor:
     return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_does_not_run_in_float64_is_verified(kind, mesh):
@@ -101,6 +102,7 @@ def test_a_model_that_does_not_run_in_float64_is_verified(kind, mesh):
     assert (LIFTED_HALF in found.notes) == (kind in MIXED)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_fault_of_its_program_is_found(kind):
     def tamper(program, shards):
@@ -122,6 +124,7 @@ class TracedOtherwise(nn.Module):
         return made * 1.1 if torch.compiler.is_exporting() else made
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [Scattered, *MIXED])
 def test_a_fault_of_its_trace_is_found(kind):
     torch.manual_seed(0)

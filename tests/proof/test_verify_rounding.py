@@ -66,6 +66,7 @@ def test_a_running_mean_after_a_bias_is_exact(mesh, optimizer):
     assert any(NOT_COMPARED in note for note in result.notes)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("error", [1e-6, 3e-10])
 def test_a_wrong_running_mean_is_found(monkeypatch, error):
     backward = lockstep_steps._AllRanks.backward

@@ -87,6 +87,7 @@ str(plan), plan.why("dp_sync"), plan.cost.parts, autopart.ParallelModule, autopa
 """
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options", "extra"), [
     ("dp2", "", None), ("pp2", ', schedule="1f1b"', None), ("dp2", ', dp_sync="all_reduce"', None),
     ("dp2", ', dp_sync="top_k:0.5"', "dp_sync"), ("pp2", ', schedule="1f1b_2bw"', "pipedream_2bw"),

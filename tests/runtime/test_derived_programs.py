@@ -223,6 +223,7 @@ class ByLength(nn.Module):
         return h.square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["limit", "odd", "equal", "padded", "minimum", "chunks", "power", "mean"])
 def test_decisions_by_a_size_are_guards(kind):
     lengths = (24, 56, 40, 48, 33, 34, 41, 39, 32, 36, 25, 55, 47)
@@ -248,6 +249,7 @@ def test_integers_computed_from_a_length_are_guards(kind):
         assert derived == PADDING[kind](length)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["int", "len", "ceil"])
 def test_numbers_that_leave_the_record_are_guards(kind):
     batches = [{"x": torch.randn(8, length, 4).double()} for length in (16, 64, 40, 25)]

@@ -291,6 +291,7 @@ class Repeats(nn.Module):
         return self.layers(x)[0].square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("model", "why"), [
     (Attends, "the fused attention kernels of a GPU draw their masks inside, in an order of their own"),
     (Tosses, "the model computes its probabilities; for these a GPU draws in another order"),

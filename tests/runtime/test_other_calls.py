@@ -82,6 +82,7 @@ def rows_of(rows, mesh, **schedule):
     return found.microbatches, found.copied
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("rows", "mesh", "schedule", "expected"),
     [

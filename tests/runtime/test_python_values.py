@@ -178,6 +178,7 @@ LOSSES = {
 }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_function_follows(name):
     change, loss_fn = LOSSES[name]

@@ -128,6 +128,7 @@ CASES: dict[type, tuple[tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", CASES)
 def test_each_call_reads_what_the_one_before_has_set(kind):
     lengths, most = CASES[kind]
@@ -159,6 +160,7 @@ def test_steps_of_one_trace_cannot_be_verified():
         autopart.verify(Schedule(), "dp2", example_args=(x,), steps=2)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [Queue, Columns])
 def test_steps_with_a_pointer(kind):
     torch.manual_seed(0)

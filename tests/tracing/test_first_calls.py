@@ -18,6 +18,7 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyConv1d(8, 3), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(8), nn.ReLU())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 def test_lazy_modules_get_their_weights_from_the_call(mesh):
     model, x = lazy(), torch.randn(8, 4, 6)
@@ -75,6 +76,7 @@ class WithoutInputs(nn.Module):
         return self.b(self.a(self.start).relu()).square().mean() * scale
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", [*MESHES, "dp2,pp2"])
 @pytest.mark.parametrize("call", [{}, {"scale": torch.tensor(2.0)}], ids=["nothing", "a number"])
 def test_a_call_without_rows_is_exact(call, mesh):

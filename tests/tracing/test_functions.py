@@ -183,6 +183,7 @@ def model_of(call: Any) -> Model:
 # --- exact ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2,tp2", "pp2"])
 @pytest.mark.parametrize("call", CALLS)
 def test_exact(call, mesh):
@@ -190,6 +191,7 @@ def test_exact(call, mesh):
     assert found.ok, found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("call", CALLS)
 def test_one_rank_has_the_gradients_of_the_model_itself(call):
     """Values and gradients of plain eager code, in eval mode and without gradients as well."""
@@ -246,6 +248,7 @@ def test_exact_in_processes(mesh):
 # --- the plan ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_pointwise_is_sharded_and_the_rest_is_listed(call):
     made = autopart.plan(model_of(call), "tp2", example_kwargs=example())

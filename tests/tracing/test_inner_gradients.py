@@ -39,6 +39,7 @@ class Energy(nn.Module):
         return energy, forces
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shape", [(4, 8), (4, 3, 8)], ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_forces(name, shape):
@@ -46,6 +47,7 @@ def test_forces(name, shape):
     assert result.ok and not any("compared" in note for note in result.notes), result
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "dp2,tp2"])
 def test_a_loss_of_energy_and_forces(mesh):
     def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -71,6 +73,7 @@ class Residual(nn.Module):
         return (sum(second) - u[:, 0]).square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_a_residual_of_second_derivatives(mesh):
     result = autopart.verify(Residual(), mesh, example_args=(torch.randn(4, 2),))
@@ -104,6 +107,7 @@ class OfAnActivation(nn.Module):
         return (h * grad).sum()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "build", [lambda: InnerStep(True), lambda: InnerStep(False), OfAnActivation], ids=["second order", "first", "leaf"]
 )
@@ -176,6 +180,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("layer", LAYERS)
 def test_forces_through_layers(layer):
     example = torch.randn(4, 5, 3), torch.randn(4, 5, 3)

@@ -29,6 +29,7 @@ class Applied(nn.Module):
         return self.function(self.linear(x)).abs()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("mesh", ["dp2", "tp2"])
 def test_a_complex_view_gets_a_contiguous_operand(name, mesh):
@@ -49,6 +50,7 @@ class EmptyPrefix(nn.Module):
         return torch.cat([prefix, self.linear(x)], 1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2"])
 def test_reshapes_of_a_tensor_of_size_0(mesh):
     found = autopart.verify(EmptyPrefix().double(), mesh, example_args=(torch.randn(4, 6, 8, dtype=torch.float64),))
@@ -75,6 +77,7 @@ def test_a_mask_that_float64_weights_make_impossible_is_verified_in_float32():
     assert any("does not run in float64" in note for note in found.notes)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 @pytest.mark.parametrize("target", [torch.zeros(1), torch.zeros(3)], ids=["one", "three"])
 def test_the_batch_size_is_that_of_the_models_inputs(mesh, target):
@@ -136,6 +139,7 @@ class WithNumbers(nn.Module):
         return {"loss": loss, **numbers, "half": h.sum().item() / 2, "log_vars": self.log_vars.data.tolist()}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_numbers_that_a_model_returns(mesh):
     found = autopart.verify(WithNumbers().double(), mesh, example_args=(torch.randn(8, 8, dtype=torch.float64),))

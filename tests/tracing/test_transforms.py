@@ -117,6 +117,7 @@ def test_a_transform_is_exact(name, mesh):
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_gradients_are_those_of_eager_torch(name):
     torch.manual_seed(0)

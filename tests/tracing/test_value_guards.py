@@ -168,6 +168,7 @@ def test_values_of_the_batch_decide(compute):
     assert not [note for note in result.notes if "not compared" in note]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2", "dp2,tp2"])
 @pytest.mark.parametrize("compute", [trimmed, branch_of_a_mask, rows_of_a_list])
 def test_other_meshes(mesh, compute):
@@ -223,6 +224,7 @@ class ReshapedSelection(nn.Module):
         return torch.masked_select(y, rows[:, None]).view(-1, SIZE).square().sum()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_a_view_of_a_selection_has_its_size(mesh):
     example = torch.randn(ROWS, SIZE), LENGTHS > 3
@@ -243,6 +245,7 @@ PACKED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences(name):
     kind, use, options = PACKED[name]

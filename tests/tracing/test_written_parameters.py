@@ -253,6 +253,7 @@ def test_rows_of_a_table_are_scaled_where_they_are_stored(kind, mesh, options):
     assert found.ok and found.max_error < 1e-10 and "step 2 weight words.weight" in found.errors, str(found)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "rows"])
 def test_a_part_of_a_table_that_is_not_seen_is_found(columns, monkeypatch):
     """Norms of a rank's own columns alone; the first rows for every rank."""

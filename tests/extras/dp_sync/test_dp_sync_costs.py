@@ -146,6 +146,7 @@ def test_a_plan_that_was_edited_is_refused_as_the_option_is(model):
         decode(prepare(model[0], bind_call(model[0], (), model[1])), edited, Mesh.parse("dp4"))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{"zero": 1, "dp_sync": "ef21:0.01"}, {"dp_sync": "ef21:0.01"}], ids=str)
 def test_memory_on_twice_the_ranks(model, options):
     two, four = (autopart.plan(model[0], mesh, example_kwargs=model[1], **options) for mesh in ("dp2", "dp4"))
