@@ -165,7 +165,5 @@ def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
     weights = emit(graph, node, aten.softmax.int, scores, -1)
     p = dropout_probability(node) or 0.0
     noise = noise_like(graph, node, value(weights), p)
-    facts(noise)["inexact_on_gpu"] = (
-        "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
-    )
+    facts(noise)["inexact_on_gpu"] = "a GPU's fused attention kernel draws the dropout mask itself, in its own order"
     return emit(graph, node, aten.matmul.default, drop(graph, node, weights, noise, p), val)

@@ -139,7 +139,9 @@ def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if len(node.args) == 1:
         options["memory_format"] = torch.contiguous_format
     uniform = emit(graph, node, aten.rand_like.default, template(graph, node, value(node.args[0]), **options))
-    facts(uniform)["inexact_on_gpu"] = "the model computes its probabilities; for these a GPU draws in another order"
+    facts(uniform)["inexact_on_gpu"] = (
+        "the model computes the probabilities, and a GPU then draws the random numbers in another order"
+    )
     heads = emit(graph, node, aten.lt.Tensor, uniform, _constant(graph, node, probability))
     return emit(graph, node, aten.to.dtype, heads, value(node).dtype)
 

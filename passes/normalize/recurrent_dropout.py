@@ -63,7 +63,7 @@ def _dropped(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:
     order = value(x).transpose(0, 1) if batch_first else value(x)
     p = argument(node, "dropout")
     noise = noise_like(graph, node, order.new_empty(order.shape), p)
-    facts(noise)["inexact_on_gpu"] = "recurrent layers draw their masks inside cuDNN, in an order of its own"
+    facts(noise)["inexact_on_gpu"] = "cuDNN draws the dropout masks of recurrent layers itself, in its own order"
     if batch_first:
         noise = emit(graph, node, aten.transpose.int, noise, 0, 1)
     return drop(graph, node, x, noise, p)

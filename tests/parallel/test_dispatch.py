@@ -148,7 +148,7 @@ def test_a_pair_is_not_mixed_up():
     """Rows that were sent do not come back as if they had been taken out of all ranks'."""
     model, batch = mixture()
     mixed = {"*/to_experts": {"ep": TO}, "*/from_experts": {"ep": "E(0), R -> P"}}
-    with pytest.raises(LayoutError, match="cannot hold together"):
+    with pytest.raises(LayoutError, match="these pins conflict"):
         autopart.plan(model, "ep2", example_kwargs=batch, pins=mixed)
 
 

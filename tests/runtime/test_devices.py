@@ -293,9 +293,9 @@ class Repeats(nn.Module):
 
 @pytest.mark.few
 @pytest.mark.parametrize(("model", "why"), [
-    (Attends, "the fused attention kernels of a GPU draw their masks inside, in an order of their own"),
-    (Tosses, "the model computes its probabilities; for these a GPU draws in another order"),
-    (Repeats, "recurrent layers draw their masks inside cuDNN, in an order of its own"),
+    (Attends, "a GPU's fused attention kernel draws the dropout mask itself, in its own order"),
+    (Tosses, "the model computes the probabilities, and a GPU then draws the random numbers in another order"),
+    (Repeats, "cuDNN draws the dropout masks of recurrent layers itself, in its own order"),
 ])  # fmt: skip
 def test_what_cannot_be_exact_is_judged_where_it_runs(model, why):
     """A model that was traced on the CPU may run on a GPU."""

@@ -116,7 +116,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "S(2), S(2) -> S(2)"),
     "pins: sequence parallelism": (
         pinned({f"{H}.ln_2/layer_norm": {"tp": "S(1)"}}, build=gpt2, sequence_parallel=False),
-        "LayoutError: this pin cannot hold: 'transformer.h.*.ln_2/layer_norm' as S(1) on tp\n  why    layer_norm at "
+        "LayoutError: this pin is impossible: 'transformer.h.*.ln_2/layer_norm' as S(1) on tp\n  why    layer_norm at "
         "modeling_gpt2.py:{norm_line} (transformer.h.0.ln_2) can have this layout only with sequence parallelism\n  "
         "try    sequence_parallel='auto' or True"),
     "pins: cut at the start": (pinned({"stages": {"cut_before": ["layers.0"]}}, "pp2"),
@@ -126,29 +126,29 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: two layouts": (
         pinned({f"{UP}.weight": {"tp": "S(0)"}, f"{DOWN}.weight": {"tp": "S(0)"}, "model.layers.1": {"tp": "R"}},
                build=llama),
-        "LayoutError: these pins cannot hold together: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
+        "LayoutError: these pins conflict: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
         "'model.layers.1' as R on tp\n  why    model.layers.1.mlp.down_proj.weight can have only one layout\n  try    "
         "leave one of them out"),
     "pins: weight and operator": (
         pinned({f"{UP}.weight": {"tp": "S(0)"}, f"{DOWN}.weight": {"tp": "S(0)"}, f"{DOWN}/linear": {
             "tp": "S(2), S(1) -> P"}}, build=llama),
-        "LayoutError: these pins cannot hold together: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
+        "LayoutError: these pins conflict: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
         "'model.layers.*.mlp.down_proj/linear' as S(2), S(1) -> P on tp\n  why    linear at "
         "modeling_llama.py:{llama_line} (model.layers.0.mlp.down_proj) then takes "
         "model.layers.0.mlp.down_proj.weight as S(1), but a weight is used as it is stored, or gathered\n  try  "
         "  leave "
         "one of them out"),
     "pins: a tied weight": (pinned({"lm_head.weight": {"tp": "S(1)"}, WTE: {"tp": "S(0)"}}, build=gpt2),
-        "LayoutError: these pins cannot hold together: 'lm_head.weight' as S(1) on tp; 'transformer.wte.weight' as "
+        "LayoutError: these pins conflict: 'lm_head.weight' as S(1) on tp; 'transformer.wte.weight' as "
         f"S(0) on tp\n  why    {TIED} can have only one layout\n  try    leave one of them out"),
     "pins: a tied weight and an operator": (pinned({"lm_head/linear": {"tp": "S(2)"}, WTE: {"tp": "S(1)"}}, build=gpt2),
-        "LayoutError: these pins cannot hold together: 'lm_head/linear' as S(2) on tp; 'transformer.wte.weight' as "
+        "LayoutError: these pins conflict: 'lm_head/linear' as S(2) on tp; 'transformer.wte.weight' as "
         f"S(1) on tp\n  why    linear at modeling_gpt2.py:{{head_line}} (lm_head) then takes {TIED} as S(0), "
         f"{AS_STORED}"),
     "pins: two of one operator": (
         pinned({"model.layers.*.mlp/mul": {"tp": "S(2)"}, "model.layers.1.mlp": {"tp": "R"}, "lm_head": {"tp": "R"}},
                build=llama),
-        "LayoutError: these pins cannot hold together: 'model.layers.*.mlp/mul' as S(2) on tp; 'model.layers.1.mlp' as "
+        "LayoutError: these pins conflict: 'model.layers.*.mlp/mul' as S(2) on tp; 'model.layers.1.mlp' as "
         "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) can have only one layout\n "
         " try    "
         "leave one of them out"),
@@ -156,37 +156,37 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         pinned({"transformer.ln_f": {"tp": "R"}, f"{H}.mlp.c_fc.weight": {"tp": "S(0)"}, WTE: {"tp": "S(0)"},
                 f"{H}.mlp.c_proj.weight": {"tp": "S(0)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"},
                 "transformer.h.1.attn": {"tp": "R"}}, build=gpt2),
-        "LayoutError: these pins cannot hold together: 'transformer.h.*.mlp.c_fc.weight' as S(0) on tp; "
+        "LayoutError: these pins conflict: 'transformer.h.*.mlp.c_fc.weight' as S(0) on tp; "
         "'transformer.h.*.mlp.c_fc/linear' as S(2) on tp\n  why    linear at pytorch_utils.py:{conv1d_line} "
         f"({FC}) then takes {FC}.weight, through t, as S(0), {AS_STORED}"),
     "pins: a view of a weight": (
         pinned({f"{H}.mlp.c_fc/t": {"tp": "S(1)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"}}, build=gpt2),
-        "LayoutError: these pins cannot hold together: 'transformer.h.*.mlp.c_fc/t' as S(1) on tp; "
+        "LayoutError: these pins conflict: 'transformer.h.*.mlp.c_fc/t' as S(1) on tp; "
         f"'transformer.h.*.mlp.c_fc/linear' as S(2) on tp\n  why    t at pytorch_utils.py:{{conv1d_line}} ({FC}) then "
         f"gives {FC}.weight as S(1), linear at pytorch_utils.py:{{conv1d_line}} ({FC}) then takes {FC}.weight, "
         f"through t, as S(0), {AS_STORED}"),
     "pins: more cuts than stages": (pinned({"stages": {"cut_before": ["layers.2", "layers.3", "layers.4"]}}, "pp3"),
-        "StageError: these pins cannot hold together: cut_before 'layers.2'; cut_before 'layers.3'; cut_before "
+        "StageError: these pins conflict: cut_before 'layers.2'; cut_before 'layers.3'; cut_before "
         "'layers.4'\n  why    they request 3 stage boundaries; 3 stages (pp times virtual_stages) have 2\n  try    "
         "leave one of them out"),
     "pins: a cut within": (
         pinned({"stages": {"cut_before": ["layers.2", "layers.3"], "together": [["layers.2", "layers.5"]]}}, "pp4"),
-        "StageError: these pins cannot hold together: cut_before 'layers.3'; together 'layers.2', 'layers.5'\n  why    "
+        "StageError: these pins conflict: cut_before 'layers.3'; together 'layers.2', 'layers.5'\n  why    "
         f"{LINEAR} (layers.3) is between modules that are kept on one stage\n  try    leave one "
         "of them out"),
     "pins: a cut between": (
         pinned({"stages": {"cut_before": ["transformer.h.1"], "together": [["transformer.wte", "lm_head"]]}}, "pp2",
                gpt2),
-        "StageError: these pins cannot hold together: cut_before 'transformer.h.1'; together 'transformer.wte', "
+        "StageError: these pins conflict: cut_before 'transformer.h.1'; together 'transformer.wte', "
         "'lm_head'\n  why    layer_norm at modeling_gpt2.py:{begin_line} (transformer.h.1.ln_1) is between modules "
         "that are kept on one stage\n  try    leave one of them out"),
     "pins: the fewest": (
         pinned({"stages": {"cut_before": ["layers.3", "layers.4", "layers.5"], "together": [["layers.2", "layers.3"]]}},
                "pp3"),
-        "StageError: these pins cannot hold together: cut_before 'layers.3'; together 'layers.2', 'layers.3'\n  why    "
+        "StageError: these pins conflict: cut_before 'layers.3'; together 'layers.2', 'layers.3'\n  why    "
         f"{LINEAR} (layers.3) is kept on one stage with the operators before it\n  try    leave one of them out"),
     "pins: all together": (pinned({"stages": {"together": [["layers.0", "head"]]}}, "pp6"),
-        "StageError: this pin cannot hold: together 'layers.0', 'head'\n  why    operators between modules that are "
+        "StageError: this pin is impossible: together 'layers.0', 'head'\n  why    operators between modules that are "
         "kept on one stage are on this stage too; possible stage boundaries left: 3, and 6 stages (pp times "
         "virtual_stages) need 5\n  try  "
         "  other modules, or another number of stages"),

@@ -137,10 +137,10 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: cannot pin 'head.weight' as S(0; sections=2) on dp\n  why    head.weight: a dim with sections "
         "cannot be sharded over dp\n  try    S(0), S(1) or R"),
     "zero: pinned twice": (pinned({"head.*": {"dp": "S(0)"}, "*.weight": {"dp": "R"}}, "dp2"),
-        "LayoutError: these pins cannot hold together: 'head.*' as S(0) on dp; '*.weight' as R on dp\n  why    "
+        "LayoutError: these pins conflict: 'head.*' as S(0) on dp; '*.weight' as R on dp\n  why    "
         "head.weight can have only one layout\n  try    leave one of them out"),
     "zero: pinned where tp cuts": (pinned({"head.weight": {"dp": "S(1)", "tp": "S(1)"}}, "dp2,tp2"),
-        "LayoutError: these pins cannot hold together: 'head.weight' as S(1) on dp; 'head.weight' as S(1) on tp\n  "
+        "LayoutError: these pins conflict: 'head.weight' as S(1) on dp; 'head.weight' as S(1) on tp\n  "
         "why    head.weight: only one axis can shard a dim\n  try    leave one of them out"),
     "zero: a pinned module": (pinned({"head": {"dp": "S(0)"}}, "dp2"),
         "LayoutError: cannot pin the module 'head' as S(0) on dp\n  why    only R fits all its weights and "

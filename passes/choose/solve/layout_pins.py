@@ -231,7 +231,7 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
 
 def pins_cannot_hold(pins: Sequence[Pin]) -> str:
     texts = "; ".join(map(str, pins))
-    return f"these pins cannot hold together: {texts}" if len(pins) > 1 else f"this pin cannot hold: {texts}"
+    return f"these pins conflict: {texts}" if len(pins) > 1 else f"this pin is impossible: {texts}"
 
 
 # Layouts
