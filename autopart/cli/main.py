@@ -147,7 +147,7 @@ def _label(path: str, paths: tuple[str, ...]) -> str:
 @JSON
 @reports_errors
 def report(paths: tuple[str, ...], output: str, as_json: bool) -> None:
-    """Write plans as one HTML page: time, timeline, memory, placements, and changes with their predicted gains.
+    """Write plans as one HTML page: time, timeline, memory, placements, and changes with predicted gains.
 
     Several plans are compared side by side, and each has a tab.
 

@@ -246,9 +246,10 @@ class Cost(dict[str, Any]):
         return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
 
     def variant(self, mesh: Mesh, schedule: Schedule, zero: int) -> Figures:
-        """Predict the step and the memory for another mesh, schedule and ZeRO stage, with the plan's global batch.
+        """Predict step and memory for another mesh, schedule and ZeRO stage, with the plan's global batch.
 
-        Args and errors are as for `at`. ZeRO-3 cannot be changed to or from, because its gathers are operators.
+        Raises the errors of `at`. A change to or from ZeRO-3 is not possible, because ZeRO-3's gathers are operators of
+        the plan.
         """
         setting = self._setting({})
         stages = mesh.size("pp") * schedule.virtual_stages

@@ -118,10 +118,10 @@ class Simulation:
         return data
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the predicted step in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open.
+        """Write the predicted step in the Chrome trace format, for ui.perfetto.dev or chrome://tracing.
 
-        Each `pp` coordinate is a process. Its threads are the actions of the schedule, and the work of the step's end:
-        gradient reduction and optimizer. Raises OptionError if the file cannot be written.
+        Each `pp` coordinate is a process with two threads: the actions of the schedule, and the work at the end of the
+        step (gradient reduction and optimizer). Raises OptionError if the file cannot be written.
 
         Example:
             >>> autopart.simulate(plan).save_trace("step.json")    # doctest: +SKIP

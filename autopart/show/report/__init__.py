@@ -1,5 +1,5 @@
-"""The report: plans as one HTML page that needs no network, with charts drawn by the embedded library ECharts.
+"""Report of plans as one HTML page that needs no network, with charts by the embedded ECharts.
 
-`report_data` collects what the page shows as JSON, `suggestions` the changes with predicted gains. The files in
-`assets/` draw it.
+`report_data` collects the data of the page as JSON. `suggestions` adds changes of the plan with their predicted gains.
+The files in `assets/` draw the page.
 """

@@ -1,4 +1,4 @@
-"""Data that the report shows of a plan, as JSON."""
+"""Data of a plan for the report, as JSON."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MOST_LINES = 64
 """Maximum number of `pp` coordinates in a timeline. With more, the first and last ones are shown."""
 
 WAITING = "idle"
-"""Kind of time in which a rank waits for other ranks."""
+"""Kind of time, in the parts of a step, in which a rank waits for other ranks."""
 
 
 def plan_data(label: str, plan: Plan) -> dict[str, Any]:
-    """Return everything that the report shows of one plan."""
+    """Return all data of one plan for the report."""
     step = simulate(plan)
     return {
         "label": label,
@@ -112,7 +112,7 @@ def _figures(plan: Plan, step: Simulation) -> list[dict[str, str]]:
 
 
 def _waterfall(step: Simulation) -> list[dict[str, Any]]:
-    """Return the kinds of time of a step in order, from the FLOPs at peak speed to the idle time."""
+    """Return the parts of a step's time in order, from matrix products at peak FLOP/s to idle time."""
     products = {kind: seconds for kind, seconds in step.parts.items() if kind in ("matmul", "attention")}
     ideal = min(step.mfu * step.step_time_s, sum(products.values()))
     rows = [("products at peak FLOP/s", ideal, "ideal")] if products else []

@@ -1,4 +1,4 @@
-"""Changes of a plan that would make its step faster, or make it fit into memory, predicted from the plan alone."""
+"""Changes that would make a plan's step faster, or its memory fit, predicted from the plan alone."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Suggestion:
 
 
 def suggestions(plan: Plan) -> list[Suggestion]:
-    """Return up to three changes of mesh, schedule, microbatches or ZeRO, the most useful first.
+    """Return up to three changes of mesh, schedule, microbatches or ZeRO, the fastest step first.
 
-    A plan that does not fit into memory gets changes that fit, the fastest first. Other plans get changes that fit and
-    save step time. Each change is predicted by `plan.cost.variant` for the same global batch and number of ranks.
+    For a plan that does not fit into memory, these are changes that fit. For other plans, these are changes that fit
+    and save step time. Each change is predicted by `plan.cost.variant` for the same global batch and number of ranks.
     """
     cost = Cost.of(plan)
     try:
@@ -75,7 +75,7 @@ def _predictions(plan: Plan, cost: Cost) -> Iterator[tuple[str, Figures]]:
 
 
 def _changes(plan: Plan, table: Table) -> Iterator[tuple[str, Mesh, Schedule, int]]:
-    """Yield (text, mesh, schedule, ZeRO stage) of changes with whole samples per rank and microbatch."""
+    """Yield (text, mesh, schedule, ZeRO stage) of changes with which the batch is still divisible."""
     mesh, schedule, zero = plan.mesh_object(), plan.schedule, plan.zero
     rows = table.b * mesh.data_parallel_size * schedule.microbatches
     zero = 3 if table.gathers else zero
