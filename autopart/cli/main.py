@@ -371,9 +371,10 @@ def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
 def doctor(name: str | None, as_json: bool, **options: Any) -> None:
     """Diagnose a model on one page, to paste into an issue; exit code 1 if something is refused.
 
-    The page says whether the model can be traced, and on each mesh (tp2, dp2 and pp2, or the one that --mesh names)
-    which operators are sharded, which are replicated and why, and what would help. MODULE:CALLABLE is a value of
-    --model. Without a model: versions, backends and devices of this machine; exit code 1 if something is missing.
+    The page shows whether the model can be traced. For each mesh (tp2, dp2 and pp2, or the one that --mesh names), it
+    lists the sharded operators, the replicated operators with the reason, and what would help. MODULE:CALLABLE is a
+    value of --model. Without a model: versions, backends and devices of this machine; exit code 1 if something is
+    missing.
 
     \b
     Example:

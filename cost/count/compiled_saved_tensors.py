@@ -66,7 +66,7 @@ def with_compiled(walk: Liveness) -> Liveness:
     """Return a stage's liveness analysis with the analysis of its compiled graph in the field `compiled`.
 
     In the analysis of the compiled graph, an operator's saved tensors (`keeps`, `others`) are all tensors that its
-    compiled backward needs, including tensors from which the backward recomputes values. Values that are not
+    compiled backward needs. Tensors from which the backward recomputes values count too. Values that are not
     materialised have 0 bytes.
     """
     return replace(walk, compiled=_Compiled(walk).walk())

@@ -142,9 +142,11 @@ class _CallValues:
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """Return the value of a node, or None if it cannot be computed.
 
-        Causes: the value, or a value that it depends on, is too large; an operator fails because equal samples were
-        left out; or several dims of a value could be the batch (such as `arange(8)`, used both as samples and as
-        position ids).
+        A value cannot be computed for one of these reasons:
+
+        - The value, or a value that it depends on, is too large.
+        - An operator fails because equal samples were left out.
+        - Several dims of a value could be the batch, such as `arange(8)` used both as samples and as position ids.
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:

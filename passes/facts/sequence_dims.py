@@ -2,9 +2,9 @@
 
 A sharding rule names each dim of an operator's inputs and outputs, as in `b s, s k -> b k`. An output dim is a sequence
 dim if the rule gives it the letter of an input's sequence dim. A view can merge the sequence with another dim, or split
-it again. An output dim that the rule does not relate to inputs (a convolution over the sequence) is a sequence dim if
-an input has one at the same index. Position ids and position tables depend on no input. Their dims are sequence dims if
-an operator combines them with a sequence dim of another value.
+it again. If the rule does not relate an output dim to inputs (a convolution over the sequence), the output dim is a
+sequence dim if an input has one at the same index. Position ids and position tables depend on no input. Their dims are
+sequence dims if an operator combines them with a sequence dim of another value.
 """
 
 from __future__ import annotations
