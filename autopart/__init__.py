@@ -1,9 +1,9 @@
 """autopart partitions an unmodified PyTorch model over many devices.
 
 `parallelize(model, mesh)` traces the model with `torch.export`, shards its operators, inserts collectives, splits it
-into pipeline stages and runs it with `torch.distributed`. `plan` does the same without running the model. `simulate`
-predicts a training step, `calibrate` measures the machine for it, `search` finds the best mesh. `verify` proves the
-result on one CPU.
+into pipeline stages and runs it with `torch.distributed`. `plan` returns the partition without running the model.
+`simulate` predicts a training step, and `calibrate` measures the machine for this prediction. `search` finds the best
+mesh. `verify` proves on one CPU that the partitioned model computes the results of the original model.
 
 Public names are imported on first use: `import autopart` alone does not load torch.
 """

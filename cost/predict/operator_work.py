@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 CHOSEN: Mapping[str, Cuts] = {"tp": "features", "cp": "positions", "ep": "experts"}
-"""{axis that is a field of `Exponents`: kind of dims that it shards}.
+"""{mesh axis that `Exponents` has a field for: kind of dims that the axis shards}.
 
 If several axes of a mesh shard a kind, the innermost of them counts.
 """

@@ -53,7 +53,7 @@ class _Sorted:
     def rewritten(self) -> dict[fx.Node, fx.Node]:
         """Return {value after the inverse sort: its replacement}.
 
-        It is empty if the graph does not have the pattern.
+        The dict is empty if the graph does not have the pattern.
         """
         back: dict[fx.Node, fx.Node] = {}
         before = set(self.graph.nodes)
