@@ -23,11 +23,11 @@ def plan_checkpoints_with(
     absent: Callable[[Mapping[str, Any], Collection[str]], Collection[str]],
     before_saving: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Patch the default planner of DCP, so that it loads shards from full saved tensors.
+    """Patch the default planners of DCP, so that they load and save this package's shards.
 
     Args:
         kind: class of the shards.
-        check_loaded: called with (key, saved size, shard) instead of the planner's comparison of sizes.
+        check_loaded: called with (key, saved size, shard), in place of the planner's comparison of sizes.
         check_saved: called with (key, value) for every entry to save.
         absent: called with (state dict, saved keys). Returns the keys that the load skips, because the checkpoint lacks
             them.
@@ -64,7 +64,7 @@ def plan_checkpoints_with(
 
 
 class _PartOfSaved:
-    """Replacement for a shard while a load is planned. It has no size, so the planner compares no sizes."""
+    """Replacement for a shard while DCP plans a load. It has no size, so that DCP compares no sizes."""
 
     def __init__(self, tensor: Any):
         self.__create_chunk_list__ = tensor.__create_chunk_list__
@@ -74,7 +74,7 @@ class _PartOfSaved:
 def reject_chunks_in_safetensors() -> None:
     """Make the safetensors writer raise CheckpointError if a rank has several chunks of one tensor.
 
-    In a safetensors file, a name has one tensor. Torch's writer would keep only the last chunk.
+    A safetensors file has one tensor per name, so torch's writer would silently drop all chunks except the last.
     """
     from torch.distributed.checkpoint import filesystem
 

@@ -1,6 +1,7 @@
 """Full optimizer state keyed by the model's names: gathered on every rank, and loaded on any mesh.
 
-The format is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` with `full_state_dict=True`.
+The format is as returned by `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` with the option
+`full_state_dict=True`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ShardedMarker:
 
 
 def canonical_names(program: Program, model: nn.Module) -> dict[str, str]:
-    """Return {name of a parameter: its first name in `named_parameters()`}.
+    """Return {each name of a parameter: its first name in the model's `named_parameters()`}.
 
     A tied parameter has several names.
     """

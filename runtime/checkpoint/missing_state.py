@@ -21,7 +21,7 @@ _STATE = "state"
 
 
 def record_parameter_of(value: Tensor, name: str) -> None:
-    """Record the name of the parameter to which a replicated tensor of optimizer state belongs."""
+    """Record `name`, the parameter to which `value`, a replicated tensor of optimizer state, belongs."""
     _OWNERS[value] = name
 
 
@@ -52,7 +52,7 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
 
 def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Split an optimizer state key: return its prefix for the optimizer, and its prefix for the parameter.
+    """Return the prefixes of an optimizer state key: (prefix of the optimizer, prefix of the parameter).
 
     For example, `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
     """

@@ -73,7 +73,7 @@ def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[Parameter
 def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
     """Merge groups of all stages by index.
 
-    If stages have different numbers of groups, groups with equal options are merged.
+    If stages have different numbers of groups, groups with equal options are merged instead.
     """
     if len({len(groups) for groups in stages}) == 1 or any(
         _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]

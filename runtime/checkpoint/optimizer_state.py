@@ -140,8 +140,8 @@ def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved parameter group, reduced to this rank's parameter names, in the optimizer's order.
 
-    If the group has parameter indices instead of names, the indices are kept. Raises CheckpointError for a group
-    without options, because then the checkpoint has no group with these parameters.
+    If the group has parameter indices instead of names, the indices do not change. Raises CheckpointError for a group
+    without options: it means that the checkpoint has no group with these parameters.
     """
     options = {key: value for key, value in saved.items() if key != PARAMS}
     keys = [_names(parameter) for parameter in group[PARAMS]]
@@ -198,8 +198,8 @@ class _Exchange:
 class StageGroup(dict[str, Any]):
     """Parameter group in the state dict of a rank that stores only some pipeline stages.
 
-    `torch.distributed.checkpoint.state_dict` assigns the names of the rank's parameters to the group. This class then
-    adds the names of other stages' parameters, because a checkpoint has each group once.
+    `torch.distributed.checkpoint.state_dict` assigns the names of the rank's parameters to the group. A checkpoint has
+    each group only once, so this class adds the names of other stages' parameters.
     """
 
     def __init__(self, group: Mapping[str, Any], index: int, exchange: _Exchange):

@@ -227,7 +227,7 @@ class PretrainedFolderMethods:
 
     @contextmanager
     def _raised_on_every_rank(self, folder: Path) -> Iterator[None]:
-        """Wait for all ranks at the end of a `with` block. If it fails on a rank, raise an error on all."""
+        """Context manager that waits for all ranks at its end. If its block fails on a rank, all ranks raise."""
         problem: Exception | None = None
         try:
             yield
@@ -242,7 +242,7 @@ class PretrainedFolderMethods:
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. A file of that name is replaced when the new one is complete."""
+    """Write a safetensors file. An existing file is replaced only when the new file is complete."""
     try:
         from safetensors.torch import save_file
     except ImportError:
@@ -255,7 +255,7 @@ def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_index(folder: Path, names: Sequence[str], placed: Mapping[str, str], total: int) -> None:
-    """Write the index of several files, and delete files and indices of earlier calls."""
+    """Write the index of a folder with several files. Delete files and indices of earlier saves."""
     earlier = [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]
     if len(names) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}, indent=2)

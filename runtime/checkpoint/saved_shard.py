@@ -1,7 +1,7 @@
 """A rank's shard in a state dict, which `torch.distributed.checkpoint` saves and loads.
 
-It behaves as a tensor with the values and shape of the shard. Copies keep the shard's offsets in the full tensor. So a
-state dict can be moved to CPU memory, staged or pickled before it is saved.
+It behaves as a tensor with the values and shape of the shard. Copies have the shard's offsets in the full tensor too,
+so a state dict can be moved to CPU memory, staged or pickled before it is saved.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ShardOffsets:
         name: name of the model's parameter.
         shape: shape of the full tensor.
         spans: for each dim, the (start, length) ranges of the full tensor that make up the shard. None: unknown.
-        keys: names of the parameter. If set, the tensor can only be saved under a key that contains one of them. (Keys
-            with parameter indices would differ between ranks.)
+        keys: names of the parameter. If set, the tensor can only be saved under a key that contains one of these names,
+            because keys with parameter indices would differ between ranks.
     """
 
     name: str
@@ -72,7 +72,7 @@ def shard_offsets_of(shard_info: ShardInfo, *, only_by_name: bool = False) -> Sh
     """Return the offsets of this rank's shard of a parameter.
 
     Args:
-        only_by_name: set `keys`, so that the tensor can only be saved under a key with the parameter's name.
+        only_by_name: True if the tensor can only be saved under a key with the parameter's name.
     """
     spans = spans_of(shard_info.stored.shape, shard_info.local_splits)
     keys = (shard_info.name, *shard_info.stored.aliases) if only_by_name else ()
@@ -225,7 +225,7 @@ def connect_checkpoints() -> None:
 
 
 def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
-    """Return the shard offsets of a `ShardTensor`, or of a plain tensor pickled as one; else None."""
+    """Return the shard offsets of a `ShardTensor`, or of a tensor that was unpickled from one; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)
