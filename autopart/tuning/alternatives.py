@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from autopart.tuning.search import Candidate, Space
 
 TELLS = 0.001
-"""Minimum difference, as a share of the step's time, that is mentioned."""
+"""Minimum difference, as a share of the step time, that a text mentions."""
 
 SAME = 1.005
-"""Factor on the best step time above which a configuration is called slower: both times are estimates."""
+"""A configuration is called slower if it takes this factor longer than the best: both times are estimates."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:

@@ -30,7 +30,7 @@ class LookupChecks:
         self._checked_sizes: Mapping[str, int] | None = None
         """Sizes of the last call whose positions were checked."""
         self._of_inputs: dict[tuple[str, int], Lookup] = {}
-        """{(input, rows of the table): the look-up}, if the values of an input are the indices."""
+        """{(input, rows of the table): look-up}, for look-ups whose indices are the values of an input."""
         self._computed: list[tuple[Lookup, fx.Node, set[fx.Node], dict[fx.Node, str]]] = []
         for lookup, index, placeholders in _lookups(program):
             nodes = index_nodes(index)

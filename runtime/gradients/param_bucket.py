@@ -67,7 +67,7 @@ class ParamBucket:
         self.accumulated: dict[int, Tensor] = {}
         """{position: gradient of earlier microbatches}, in the strategy's `accumulate_dtype`."""
         self.arrival: tuple[Pending, Sequence[Tensor]] | None = None
-        """Result of `_arrive` for the differentiable call that is running."""
+        """(Pending reduction, results of `_WaitReduce`) of the differentiable call that is running."""
         self.crossed: dict[str, Tensor] | None = None
 
     def reduce(

@@ -53,7 +53,7 @@ class GatherObjects:
 
 
 Steps = Generator[AllToAll | GatherObjects, list[Any], T]
-"""A computation that yields communication, and receives its result: one item per rank of the axis, or of the mesh."""
+"""Generator that yields collectives and receives their results: an item per rank of the axis, or of the mesh."""
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,11 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """A rectangular chunk of a tensor, and where its bytes are.
+    """A rectangular chunk of a tensor, and the position of its bytes in a file.
 
     Attributes:
-        offset, length: bytes of the file.
-        start, size: first entry of the chunk in the tensor, and the chunk's shape.
+        offset, length: first byte in the file, and number of bytes.
+        start, size: index of the chunk's first entry in the tensor, and shape of the chunk.
     """
 
     file: str
@@ -209,7 +209,7 @@ def _entry(value: Any, name: str, check: Check) -> SavedEntry:
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the checksum of bytes that a save records."""
+    """Return the checksum that a save records for some bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

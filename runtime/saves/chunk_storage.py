@@ -50,13 +50,13 @@ class DigestedResult(WriteResult):
 
 
 class IndexedWriter(FileSystemWriter):
-    """Writer that adds checksums and the JSON index, and then gives the folder its name.
+    """Storage writer of DCP that also writes checksums and the JSON index.
 
     Args:
         part: temporary folder.
-        index: the index without entries and files.
+        index: the index, whose entries and files are still empty.
         files: {name: content} of further files. The first rank writes them.
-        complete: called on the first rank when everything is written.
+        complete: function that is called on the first rank when everything is written. It renames the folder.
     """
 
     def __init__(self, part: Path, index: CheckpointIndex, files: Mapping[str, bytes], complete: Callable[[], None]):
@@ -76,7 +76,7 @@ class IndexedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, DCP's own metadata and the further files. Runs on the first rank."""
+        """Write the index, DCP's metadata and the further files. DCP calls it on the first rank."""
         entries = entries_of(metadata, [result for of_rank in results for result in of_rank])
         files = {}
         for name, content in self.files_to_write.items():
@@ -129,7 +129,7 @@ def _alias_results(
 
 
 class IndexedReader(FileSystemReader):
-    """Reader that takes the positions of chunks from the JSON index, and compares checksums."""
+    """Storage reader of DCP that gets the positions of chunks from the JSON index and compares checksums."""
 
     def __init__(self, folder: Path, index: CheckpointIndex):
         super().__init__(folder)

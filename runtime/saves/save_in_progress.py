@@ -22,7 +22,7 @@ class Save:
     """Result of `pm.save`.
 
     Attributes:
-        folder: folder of the save, which exists when the save is complete.
+        folder: folder of the save, which exists as soon as the save is complete.
         step: number of the step.
     """
 
@@ -53,7 +53,7 @@ def begin_save(
 
     Args:
         tensors: {name: this rank's tensor, or its shard}.
-        part, final: temporary folder, and the folder's name when it is complete.
+        part, final: temporary folder, and the path to which it is renamed when the save is complete.
         wait: False to copy the tensors, and write the copies in a background thread.
     """
     import torch.distributed.checkpoint as dcp

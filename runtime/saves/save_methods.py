@@ -58,7 +58,7 @@ from autopart.tracing.meta_copy import Source
 
 @dataclass(frozen=True)
 class Resumed:
-    """Result of `pm.load`: where the run continues.
+    """Result of `pm.load`: the step and samples at which the run continues.
 
     Attributes:
         folder: the save; None if there was none (`missing_ok`).
@@ -100,14 +100,14 @@ class SaveMethods:
 
         Saves weights, optimizers, schedulers, loss scale, random state, `dp_sync` state, the plan, and the numbers of
         steps and samples, in names and shapes of the unpartitioned model. `pm.load` resumes on any mesh. The new folder
-        gets its name when it is complete: an interrupted save never costs an earlier one. Gradients are not saved, so
-        call it after `optimizer.step()`.
+        gets its name only when it is complete, so an interrupted save does not damage earlier ones. Gradients are not
+        saved, so call it after `optimizer.step()`.
 
         Args:
             folder: folder of all saves of the run, on a file system that all ranks share.
             optimizer, scheduler: one, or a list of several.
             step: number of the save. None: number of training steps that this module has run.
-            extra: further values: numbers, texts, tensors, lists and dicts. The first rank's are saved.
+            extra: further values: numbers, texts, tensors, lists and dicts. The values of the first rank are saved.
             wait: False to write in a background thread, while training continues. The next `save` waits for it.
             keep: number of complete saves to keep. Older ones are deleted when the new one is complete.
         Raises CheckpointError on every rank if one rank cannot write.
@@ -210,7 +210,7 @@ class SaveMethods:
     # --- Saving
 
     def _local_state_dict(self) -> dict[str, Any]:
-        """Return this rank's state dict, without preparing a comparison of replicas."""
+        """Return this rank's state dict. Unlike `state_dict`, it prepares no comparison of replicas."""
         module = cast(nn.Module, self)
         state_dict: dict[str, Any] = nn.Module.state_dict(module)
         with_shard_offsets(module, state_dict, "", self._extra_state)
@@ -220,7 +220,7 @@ class SaveMethods:
     def _training_state(
         self, program: Program, optimizers: list[Any], schedulers: list[Any], extra: dict[str, Any]
     ) -> tuple[TrainingState, dict[str, str]]:
-        """Return this rank's state, and the second names of tied parameters. A collective call."""
+        """Return (this rank's state, {second name of a tied parameter: first name}). A collective call."""
         state, process = TrainingState(), self._process
         first = canonical_names(program, self._source.model)
         with local_values():
@@ -244,7 +244,7 @@ class SaveMethods:
     # --- Loading
 
     def _resolved_save(self, folder: Path, name: str | None, missing_ok: bool) -> Path | None:
-        """Return the save that the first rank chooses, on every rank."""
+        """Return the folder of the save to load, which the first rank chooses for all ranks."""
         result: Any = None
         if _is_first(self._process):
             try:
@@ -261,7 +261,10 @@ class SaveMethods:
     def _checked_save(
         self, path: Path, program: Program, optimizers: list[Any], schedulers: list[Any]
     ) -> tuple[CheckpointIndex, dict[str, Any]]:
-        """Read the index and the other values. Raises CheckpointError on every rank if they do not fit."""
+        """Return (index of a save, its values that are no tensors).
+
+        Raises CheckpointError on every rank if they do not fit the model or the optimizers.
+        """
         problems, index, values = list[str](), None, dict[str, Any]()
         try:
             index = read_index(path)

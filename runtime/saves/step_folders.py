@@ -22,8 +22,8 @@ class StepFolder:
     """A folder that looks like a save.
 
     Attributes:
-        index: its index; None if the save is incomplete or damaged.
-        problem: why it has no index.
+        index: index of the save; None if the save is incomplete or damaged.
+        problem: reason why the save has no index.
     """
 
     path: Path
@@ -93,9 +93,9 @@ def none_complete(folder: Path) -> CheckpointError:
 
 
 def commit(part: Path, final: Path, keep: int | None) -> None:
-    """Give a completely written save its name, then delete what it replaces.
+    """Rename the folder of a complete save, then delete saves that are no longer needed.
 
-    Deletes interrupted saves, and all but the last `keep` complete ones.
+    These are interrupted saves, and all complete saves but the last `keep`.
     """
     _sync_folder(part)
     part.rename(final)

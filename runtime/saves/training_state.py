@@ -55,7 +55,7 @@ class TrainingState:
 
 
 def sequence_of(given: Any) -> list[Any]:
-    """Return an argument that is one object, several or None as a list."""
+    """Return an argument, which is one object, several objects or None, as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
@@ -219,7 +219,7 @@ def random_state(device: torch.device, of_calls: Mapping[str, Tensor]) -> dict[s
 def set_random_state(
     state: Mapping[str, Any], device: torch.device, set_calls: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
-    """Set all generators to a result of `random_state`."""
+    """Set all generators to a state that `random_state` has returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(_tuples(state["python"]))
     set_calls(state["calls"])
@@ -240,7 +240,7 @@ def _tuples(value: Any) -> Any:
 def packed(values: Mapping[str, Any]) -> bytes:
     """Return values as bytes that `torch.load(weights_only=True)` loads.
 
-    Raises CheckpointError for an entry that it could not load.
+    Raises CheckpointError for an entry that it could not load again.
     """
     for name, value in values.items():
         try:
@@ -261,7 +261,7 @@ def _saved(value: Any) -> bytes:
 
 
 def unpacked(data: bytes, name: str) -> dict[str, Any]:
-    """Return the result of `packed`. Raises CheckpointError for other bytes."""
+    """Return the values that `packed` has converted to bytes. Raises CheckpointError for other bytes."""
     try:
         values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises for bytes that something else has written

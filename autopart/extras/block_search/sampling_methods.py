@@ -12,7 +12,7 @@ from torch.nn import functional
 from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 EXCESS = 4.0
-"""Penalty for memory above the limit: step times that are added per limit by which it is exceeded."""
+"""Penalty for memory above the limit: the step time is multiplied by 1 + EXCESS x relative excess."""
 
 
 class Best:

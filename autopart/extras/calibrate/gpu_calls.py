@@ -30,10 +30,10 @@ MOST_FLOPS = 2e13
 """FLOPs of the largest product to measure. Larger ones would take as long as all others together."""
 
 BYTES_PER_FLOP = 1e-3
-"""Bytes of elementwise operators per FLOP of products, as in eager steps of GPT-2 and Llama: a third of their time."""
+"""Bytes that elementwise operators read and write per FLOP of matrix products, in eager steps of GPT-2 and Llama."""
 
 HELD_OUT = 3
-"""One of this many measurements is not used by any fit, to estimate the prediction error."""
+"""One in this many measurements is excluded from all fits, to estimate the prediction error."""
 
 WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL, DROPPED = "weight gradient", "input gradient", "causal", "dropped"
 

@@ -24,7 +24,7 @@ POINTS_PER_DECADE = 2
 """Points of the efficiency curve per decade of FLOPs."""
 
 MOST_TRAFFIC = 0.5
-"""Maximum share of memory traffic in the time of a product that is used to fit matrix rates."""
+"""Matrix rates are fitted only to products of whose time memory traffic takes at most this share."""
 
 LARGE = 1e10
 """FLOPs above which overheads are small, so that the effect of a product's inner dim can be fitted."""
