@@ -366,8 +366,7 @@ class _Writer:
     def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
         """Return the node with which the tail receives a value that the last stage computes per microbatch.
 
-        The tail runs once for all microbatches. The runtime merges the microbatches of the value, so the received value
-        has no placement on `MICROBATCH_AXIS`.
+        The runtime merges the values of all microbatches, so the received value has no `MICROBATCH_AXIS` placement.
         """
         assert self.trunk is not None
         last, layout = self.trunk.stages[-1], self.trunk.produced(node)
@@ -438,8 +437,7 @@ class _Writer:
     def _in_prologue(self, node: fx.Node, stage: StageDraft) -> fx.Node:
         """Return the node that computes a full value in the stage's prologue.
 
-        The prologue is a graph that runs once per call, before the first microbatch. If the node or its inputs are
-        missing in the prologue, this function adds them.
+        The prologue is a graph that runs before the first microbatch. Missing nodes are added to it.
         """
         if node not in stage.whole:
             if node.op == "get_attr":
