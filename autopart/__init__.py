@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autopart.ir.mesh import Mesh
     from autopart.plans.plan import Plan
     from autopart.proof.rules.user_rules import RuleCheck, check_rule, rule
+    from autopart.proof.steps.verify_resume import ResumeVerification, verify_resume
     from autopart.proof.training_loop.verify_loop import LoopVerification
     from autopart.proof.verify import Verification, verify
     from autopart.runtime.module import ParallelModule
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "LoopVerification", "Mesh",
-    "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification", "calibrate", "check_rule", "crossover",
-    "doctor", "from_pretrained", "host_function", "parallelize", "pins_from", "plan", "rule", "search",
-    "search_blocks", "simulate", "verify", "verify_loop",
+    "ParallelModule", "Plan", "ResumeVerification", "RuleCheck", "Simulation", "Verification", "calibrate",
+    "check_rule", "crossover", "doctor", "from_pretrained", "host_function", "parallelize", "pins_from", "plan", "rule",
+    "search", "search_blocks", "simulate", "verify", "verify_loop", "verify_resume",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -52,7 +53,8 @@ _MODULE_OF = {
     "from_pretrained": "api", "host_function": "tracing.dynamic.host_functions", "parallelize": "api",
     "pins_from": "extras.interop", "plan": "api", "rule": "proof.rules.user_rules", "search": "tuning.search",
     "search_blocks": "extras.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
-    "verify_loop": "api",
+    "ResumeVerification": "proof.steps.verify_resume", "verify_loop": "api",
+    "verify_resume": "proof.steps.verify_resume",
 }  # fmt: skip
 """{public name: the module below autopart that defines it}."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from autopart import __version__
+from autopart.cli.checkpoint_commands import checkpoint
 from autopart.cli.console import JSON, WIDTH, rank, reports_errors, tell
 from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, CommandOptions, facts, shared, training_of
 from autopart.common.extras import load_extra
@@ -323,6 +324,9 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
     from autopart.cli.run_command import TrainingRun
 
     TrainingRun(source, mesh, chosen, planning, steps, learning_rate, compare, as_json).run()
+
+
+main.add_command(checkpoint)
 
 
 @main.command()

@@ -368,26 +368,33 @@ class VerificationRun:
         )  # fmt: skip
         return verification if training is None else self._trained(verification, arrangement, training, tolerance)
 
-    def _trained(
-        self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
-    ) -> Verification:
-        """Run and compare training steps, and add their results to a verification."""
+    def check_trainable(self, training: Training) -> None:
+        """Raise InputError if the steps of a model need new traces."""
         if changes := next((note for note in self.traced.notes if note.startswith(SETS)), None):
             raise InputError(
                 f"steps={training.steps} is not supported for a model whose {changes.partition(':')[0]}",
                 why="each step needs a new trace, and verify() traces once",
                 hint="verify_loop(), which calls parallelize()",
             )  # fmt: skip
+
+    def converted_training(self, training: Training) -> Training:
+        """Return training steps with batches that are converted to calls of the copy."""
+        targets = training.targets or (self.target,) * len(training.batches)
+        pairs = zip(training.batches, targets, strict=True)
+        batches = tuple(self.reference.converted(self.convert_arguments(batch, target)) for batch, target in pairs)
+        return replace(training, example=self.arguments, batches=batches)
+
+    def _trained(
+        self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
+    ) -> Verification:
+        """Run and compare training steps, and add their results to a verification."""
+        self.check_trainable(training)
         if not verification.ok:
             return replace(
                 verification,
                 notes=(*verification.notes, "no training step was run, because a single pass is already wrong"),
             )
-        targets = training.targets or (self.target,) * len(training.batches)
-        pairs = zip(training.batches, targets, strict=True)
-        batches = tuple(self.reference.converted(self.convert_arguments(batch, target)) for batch, target in pairs)
-        training = replace(training, example=self.arguments, batches=batches)
-        reports = train(self.reference, arrangement, training, tolerance)
+        reports = train(self.reference, arrangement, self.converted_training(training), tolerance)
         errors = {f"step {r.step} {name}": error for r in reports for name, error in r.errors.items()}
         first = reports[-1].first
         worst = max([verification.max_error, *errors.values()])

@@ -19,7 +19,7 @@ from autopart.common.files import read_text
 from autopart.common.json_text import parse_json, shortened
 from autopart.errors import CheckpointError
 
-INDEX_FILE, STATE_FILE, PLAN_FILE = "index.json", "state.pt", "plan.json"
+INDEX_FILE, STATE_FILE, PLAN_FILE, CONFIG_FILE = "index.json", "state.pt", "plan.json", "config.json"
 FORMAT = "autopart save 1"
 HINT = "a folder that pm.save() has written completely; pm.load(parent, 'latest') finds the last one"
 
@@ -259,12 +259,12 @@ def digest_problems(folder: Path, index: CheckpointIndex) -> Iterator[str]:
 
 def changed_text(name: str, chunk: SavedChunk) -> str:
     """Return the message for a chunk whose bytes have changed."""
-    return f"'{shortened_name(name)}' has changed since it was written (in {chunk.file})"
+    return f"'{printable(name)}' has changed since it was written (in {chunk.file})"
 
 
-def shortened_name(name: str) -> str:
-    """Return a tensor's name without control characters."""
-    return name if name.isprintable() else shortened(name)
+def printable(name: str) -> str:
+    """Return a text of a file without control characters."""
+    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def problem_error(folder: Path, problems: Sequence[str], hint: str = HINT) -> CheckpointError:

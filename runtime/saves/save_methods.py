@@ -25,6 +25,7 @@ from autopart.runtime.consistency.rank_checks import gather_objects, ranks_text
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.saves.checkpoint_index import (
+    CONFIG_FILE,
     PLAN_FILE,
     STATE_FILE,
     CheckpointIndex,
@@ -132,6 +133,8 @@ class SaveMethods:
         if _is_first(process):
             try:
                 files = {STATE_FILE: packed(state.values), PLAN_FILE: self._compiler.plan.to_json().encode()}
+                if hasattr(config := getattr(self._source.model, "config", None), "to_json_string"):
+                    files[CONFIG_FILE] = config.to_json_string().encode()
                 parent.mkdir(parents=True, exist_ok=True)
                 names = new_names(parent, step)
                 number = 1 + max((one.index.number for one in complete_in(parent) if one.index), default=0)
@@ -201,9 +204,9 @@ class SaveMethods:
             self.load_dp_sync_state_dict({**values["dp_sync"], **tensors})
         for one, state in zip(schedulers, values["schedulers"], strict=False):
             one.load_state_dict(state)
-        states = values["random"]
-        own = states[process.rank] if len(states) == process.mesh.num_ranks else states[0]
-        set_random_state(own, process.device, self._compiler.set_random_state)
+        if states := values["random"]:
+            own = states[process.rank] if len(states) == process.mesh.num_ranks else states[0]
+            set_random_state(own, process.device, self._compiler.set_random_state)
         self._meter.total_steps, self._meter.total_samples = index.step, index.samples
         return Resumed(path, index.step, index.samples, values["extra"])
 

@@ -180,7 +180,7 @@ def test_a_tied_weight_that_counts_twice(monkeypatch):
 
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_clipping_by_a_rank_s_own_norm(mesh, monkeypatch):
-    whole = lockstep_steps._AllRanks._norms
+    whole = lockstep_steps.AllRanks._norms
 
     def own_norms(ranks):
         """The right norm is reported, and another one is clipped by."""
@@ -193,7 +193,7 @@ def test_clipping_by_a_rank_s_own_norm(mesh, monkeypatch):
         ranks._clip = by_own
         return norms
 
-    monkeypatch.setattr(lockstep_steps._AllRanks, "_norms", own_norms)
+    monkeypatch.setattr(lockstep_steps.AllRanks, "_norms", own_norms)
     first = trained(run_of(zoo.gpt2), mesh).first_mismatch
     assert (first.step, first.kind, first.rank) == (1, "gradient", 0), str(first)
     assert first.name in dict(run_of(zoo.gpt2).base.named_parameters()) and "entry [" in str(first)
@@ -257,13 +257,13 @@ def test_a_scaler_that_keeps_an_infinity_to_itself(monkeypatch):
 
 
 def test_an_optimizer_that_is_stepped_twice_on_one_rank(monkeypatch):
-    update = lockstep_steps._AllRanks.update
+    update = lockstep_steps.AllRanks.update
 
     def twice(ranks):
         assert list(ranks.updates[1].step()) == []  # nothing is sent
         update(ranks)
 
-    monkeypatch.setattr(lockstep_steps._AllRanks, "update", twice)
+    monkeypatch.setattr(lockstep_steps.AllRanks, "update", twice)
     first = trained(run_of(zoo.skip_mlp), "dp2").first_mismatch
     assert (first.step, first.kind, first.rank) == (1, "weight", 1), str(first)
     assert "the gradients are equal; AdamW made a different update on this rank" in str(first)
@@ -285,7 +285,7 @@ def test_an_optimizer_that_needs_the_whole_of_a_weight(kind):
 
 @pytest.mark.large
 def test_an_update_from_shards_alone_is_found(monkeypatch):
-    monkeypatch.setattr(lockstep_steps._SingleDeviceTraining, "names_of_full_tensors", lambda _: set())
+    monkeypatch.setattr(lockstep_steps.SingleDeviceTraining, "names_of_full_tensors", lambda _: set())
     first = trained(run_of(zoo.skip_mlp), "tp2", optimizer=lambda named: torch.optim.Adafactor(
         [p for _, p in named if p.dim() == 2], lr=1e-2)).first_mismatch  # fmt: skip
     assert (first.step, first.kind, first.name) == (1, "weight", "layers.0.weight") and first.error > 1e-4

@@ -69,14 +69,14 @@ def test_a_running_mean_after_a_bias_is_exact(mesh, optimizer):
 @pytest.mark.few
 @pytest.mark.parametrize("error", [1e-6, 3e-10])
 def test_a_wrong_running_mean_is_found(monkeypatch, error):
-    backward = lockstep_steps._AllRanks.backward
+    backward = lockstep_steps.AllRanks.backward
 
     def wrong(ranks: Any, subject: Any) -> Any:
         outcome = backward(ranks, subject)
         ranks.new_buffers[1]["bn.running_mean"][3] += error
         return outcome
 
-    monkeypatch.setattr(lockstep_steps._AllRanks, "backward", wrong)
+    monkeypatch.setattr(lockstep_steps.AllRanks, "backward", wrong)
     first = found("dp2", signs).first_mismatch
     assert (first.step, first.kind, first.name, first.rank) == (1, "buffer", "bn.running_mean", 1), str(first)
 
@@ -170,14 +170,14 @@ def test_a_gain_before_a_batch_norm_is_exact(mesh, size):
 
 
 def test_a_gradient_that_differs_by_more_than_the_rounding_of_its_terms_is_found(monkeypatch):
-    backward = lockstep_steps._AllRanks.backward
+    backward = lockstep_steps.AllRanks.backward
 
     def wrong(ranks: Any, subject: Any) -> Any:
         outcome = backward(ranks, subject)
         ranks.shards[1]["gain"].grad += 1e-12  # 3e-13 of its terms, far below the largest gradient
         return outcome
 
-    monkeypatch.setattr(lockstep_steps._AllRanks, "backward", wrong)
+    monkeypatch.setattr(lockstep_steps.AllRanks, "backward", wrong)
     model, batch = gained(2**8)
     first = autopart.verify(model, "dp2", example_kwargs=batch, steps=1).first_mismatch
     assert (first.step, first.kind, first.name) == (1, "weight", "gain"), str(first)

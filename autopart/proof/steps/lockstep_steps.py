@@ -63,7 +63,7 @@ class _Outcome:
     skips: dict[int, bool]
 
 
-class _SingleDeviceTraining:
+class SingleDeviceTraining:
     """Training of the model on a single device, with torch's scaler, clipping and optimizer.
 
     If the model does not run in float64, its float64 trace is trained.
@@ -154,7 +154,7 @@ def any_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
     return dict.fromkeys(infinite, any(infinite.values()))
 
 
-class _AllRanks:
+class AllRanks:
     """Training of the partitioned model on all ranks. Each rank has weight shards and an optimizer."""
 
     def __init__(self, subject: GraphUnderTest, arrangement: Arrangement, training: Training, full: set[str]):
@@ -277,10 +277,10 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
         reference: the model on a single device, for the example call.
     """
     reports: list[StepReport] = []
-    with _restore_state(reference):
-        one = _SingleDeviceTraining(reference, training)
-        ranks = _AllRanks(reference.subject, arrangement, training, one.names_of_full_tensors())
-        calls = _TracedBatches(reference, arrangement, training)
+    with restore_state(reference):
+        one = SingleDeviceTraining(reference, training)
+        ranks = AllRanks(reference.subject, arrangement, training, one.names_of_full_tensors())
+        calls = TracedBatches(reference, arrangement, training)
         rounding: dict[str, Tensor] = {}
         plan = arrangement.plan
         late = _DelayedGradients() if plan is not None and plan.schedule.name in DELAYED else None
@@ -302,7 +302,7 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
 
 
 @contextmanager
-def _restore_state(reference: Reference) -> Iterator[None]:
+def restore_state(reference: Reference) -> Iterator[None]:
     """Context manager that restores weights and buffers, and removes gradients, on exit."""
     traced = reference.traced
     before = [(t, t.detach().clone()) for t in (*traced.parameters.values(), *traced.buffers.values())]
@@ -316,7 +316,7 @@ def _restore_state(reference: Reference) -> Iterator[None]:
                 tensor.grad = None
 
 
-class _TracedBatches:
+class TracedBatches:
     """Cache of traces and programs of the batches, by shapes, options and value guards of the call."""
 
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
@@ -353,7 +353,7 @@ class _TracedBatches:
 
 
 def _step(
-    subject: GraphUnderTest, arguments: Mapping[str, Any], one: _SingleDeviceTraining, ranks: _AllRanks,
+    subject: GraphUnderTest, arguments: Mapping[str, Any], one: SingleDeviceTraining, ranks: AllRanks,
     compared: StepComparison,
     late: _DelayedGradients | None,
 ) -> StepReport:  # fmt: skip
@@ -413,7 +413,7 @@ def _entry(state: Mapping[str, Any], parameter: Tensor, key: str) -> Tensor | No
     return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 
 
-def _state_keys(one: _SingleDeviceTraining) -> list[str]:
+def _state_keys(one: SingleDeviceTraining) -> list[str]:
     """Return the keys of optimizer state that has the shape of its parameter, such as `exp_avg`."""
     keys = [
         key
