@@ -10,9 +10,7 @@ import time
 from itertools import count, islice
 
 import torch
-import torch.distributed.checkpoint as dcp
 from text_setup import read_arguments, rows_of_text, scalars_to, small_llama
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
@@ -37,20 +35,14 @@ def batches(loader):
         yield from loader
 
 
-def state():
-    weights, moments = get_state_dict(pm, optimizer)
-    return {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict()}
-
-
 norms_and_biases = [p for name, p in pm.named_parameters() if "norm" in name or name.endswith("bias")]
 others = [p for name, p in pm.named_parameters() if "norm" not in name and not name.endswith("bias")]
 groups = [{"params": others, "weight_decay": 0.1}, {"params": norms_and_biases, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
-if args.checkpoint and (saved := sorted(args.checkpoint.glob("step*"))):
-    dcp.load(loaded := state(), checkpoint_id=saved[-1])
-    set_state_dict(pm, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    scheduler.load_state_dict(loaded["scheduler"])
+trained = {"optimizer": optimizer, "scheduler": scheduler}
+if args.checkpoint:  # on any mesh
+    pm.load(args.checkpoint, "latest", **trained, missing_ok=True)
 step, predicted, writer = scheduler.last_epoch, autopart.simulate(pm.plan), scalars_to(args.tensorboard)
 flops_at_peak_s = predicted.model_flops / predicted.num_devices / predicted.peak_flops_per_s
 train = batches(load(rows[: -4 * args.batch], shuffle=True))
@@ -74,4 +66,4 @@ with torch.no_grad():
 if first:
     print(f"step {step}: loss {loss:.12f}, norm {norm:.12f}, evaluation {sum(losses) / len(losses):.12f}")
 if args.checkpoint:
-    dcp.save(state(), checkpoint_id=args.checkpoint / f"step{step:06}")
+    pm.save(args.checkpoint, **trained, step=step, keep=2)

@@ -30,6 +30,7 @@ from autopart.runtime.saves.checkpoint_index import (
     STATE_FILE,
     CheckpointIndex,
     digest_of,
+    printable,
     problem_error,
     read_index,
     size_problems,
@@ -49,6 +50,7 @@ from autopart.runtime.saves.training_state import (
     optimizer_targets,
     packed,
     random_state,
+    saved_keys,
     sequence_of,
     set_random_state,
     unpacked,
@@ -187,15 +189,12 @@ class SaveMethods:
         with local_values():
             index, values = self._checked_save(path, program, optimizers, schedulers)
             first = canonical_names(program, self._source.model)
-            of_model = model_targets(self._local_state_dict(), program, first)
-            of_optimizers = optimizer_targets(optimizers, index, first)
+            local = self._local_state_dict()
+            keys = saved_keys(index, local, first)
+            of_model, of_optimizers = model_targets(local, keys), optimizer_targets(optimizers, index, first)
             of_sync = self._sync_targets(index, values)
             self._read_shards(path, index, {**of_model, **of_optimizers, **of_sync})
-            loaded = {
-                key: of_model[MODEL + first.get(key, key)]
-                for key in self._local_state_dict()
-                if _is_in(key, of_model, first)
-            }
+            loaded = {name: of_model[key] for name, key in keys.items()}
             self.load_state_dict({**loaded, **values["model"]})
             if optimizers:
                 load_optimizers(optimizers, of_optimizers, values, first)
@@ -295,22 +294,23 @@ class SaveMethods:
     def _model_problems(self, index: CheckpointIndex, values: Mapping[str, Any], program: Program) -> list[str]:
         """Return the differences between the saved tensors and those of the model."""
         problems = []
-        saved = {name: index.entries[name] for name in index.entries if name.startswith(MODEL)}
-        saved |= {name: index.entries[target] for name, target in index.aliases.items()}
         expected, local = shapes_of(program, self._source.model), self._local_state_dict()
+        keys = saved_keys(index, expected, canonical_names(program, self._source.model))
         for name, shape in expected.items():
-            entry = saved.get(MODEL + name)
             if shape is None:
                 continue
-            if entry is None:
+            if name not in keys:
                 problems.append(f"'{name}' is not saved")
-            elif entry.shape != shape:
+                continue
+            entry = index.entries[keys[name]]
+            if entry.shape != shape:
                 problems.append(f"'{name}' has shape {list(entry.shape)} in the save, {list(shape)} in the model")
             elif isinstance(local.get(name), Tensor) and f"torch.{entry.dtype}" != str(local[name].dtype):
                 dtype = str(local[name].dtype).removeprefix("torch.")
                 problems.append(f"'{name}' has dtype {entry.dtype} in the save, {dtype} in the model")
-        unknown = [name[len(MODEL) :] for name in saved if expected.get(name[len(MODEL) :]) is None]
-        problems += [f"the model has no '{name}', which was saved" for name in unknown]
+        used = set(keys.values())
+        unknown = [name for name in index.entries if name.startswith(MODEL) and name not in used]
+        problems += [f"the model has no '{printable(name[len(MODEL) :])}', which was saved" for name in unknown]
         problems += [f"'{name}' is not saved" for name in self._extra_state if name not in values["model"]]
         known = {*self._extra_state, LOSS_SCALING}
         return problems + [
@@ -351,10 +351,6 @@ class SaveMethods:
             texts.append(problem + on)
         if texts:
             raise problem_error(path, texts)
-
-
-def _is_in(key: str, targets: Mapping[str, Tensor], first: Mapping[str, str]) -> bool:
-    return MODEL + first.get(key, key) in targets
 
 
 def _is_first(process: Process) -> bool:

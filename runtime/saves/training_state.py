@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
-from autopart.ir.program import Program
 from autopart.runtime.checkpoint.optimizer_groups import PARAM_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
 from autopart.runtime.checkpoint.saved_shard import ShardTensor, shard_offsets_of
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
@@ -186,15 +185,34 @@ def restore_dtypes(optimizer: Optimizer, loaded: Mapping[int, Mapping[str, Any]]
                 state[key] = values.to(current.device)
 
 
-def model_targets(state_dict: Mapping[str, Any], program: Program, first: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return {name in the index: empty tensor that receives this rank's part of the model}."""
+def saved_keys(index: CheckpointIndex, names: Iterable[str], first: Mapping[str, str]) -> dict[str, str]:
+    """Return {name in the model: key in the index}, without names that are not saved.
+
+    A tied parameter can be saved under any of its names.
+
+    Args:
+        first: {name of a parameter: its first name in the model}.
+    """
+    tied: dict[str, list[str]] = {}
+    for name, first_name in first.items():
+        tied.setdefault(first_name, []).append(name)
+    keys = {}
+    for name in names:
+        candidates = [MODEL + one for one in (name, *tied.get(first.get(name, name), ()))]
+        found = [index.aliases.get(key, key) for key in candidates if key in index.entries or key in index.aliases]
+        if found:
+            keys[name] = found[0]
+    return keys
+
+
+def model_targets(state_dict: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return {key in the index: empty tensor that receives this rank's part of the model}."""
     targets: dict[str, Tensor] = {}
     for name, value in state_dict.items():
-        key = MODEL + first.get(name, name)
         if isinstance(value, ShardTensor):
-            targets[key] = ShardTensor(torch.empty(value.shape, dtype=value.dtype), value.place)
+            targets[keys[name]] = ShardTensor(torch.empty(value.shape, dtype=value.dtype), value.place)
         elif isinstance(value, Tensor):
-            targets[key] = torch.empty(value.shape, dtype=value.dtype)
+            targets[keys[name]] = torch.empty(value.shape, dtype=value.dtype)
     return targets
 
 

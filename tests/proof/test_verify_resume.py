@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import zoo
+from expert_models import mixture
 
 import autopart
 from autopart.errors import OptionError
@@ -21,6 +20,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("first", "second", "options", "options_b"), PAIRS, ids=str)
 def test_values_are_equal_bit_for_bit(first, second, options, options_b):
     model, batch = zoo.gpt2(rows=12)
@@ -35,20 +35,21 @@ def test_values_are_equal_bit_for_bit(first, second, options, options_b):
     assert "values equal bit for bit" in str(result) and str(result).startswith("exact resume from ")
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_experts_and_muon(name):
-    model, batch = getattr(zoo, name)()
-    mesh = "ep2,tp2" if name == "mixtral" else "dp2,tp2"
-    muon = partial(_muon) if name == "llama" else None
-    result = autopart.verify_resume(model, mesh, "pp2", example_kwargs=batch, steps=2, optimizer=muon)
-    assert result.ok, str(result)
-
-
 def _muon(named):
     matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     ids = set(map(id, matrices))
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW([p for _, p in named if id(p) not in ids])]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("make", "meshes", "optimizer"), [
+    (mixture, ("ep2,dp2", "tp2"), None),
+    (zoo.llama, ("dp2,tp2", "pp2"), _muon),
+], ids=["experts", "Muon"])  # fmt: skip
+def test_experts_and_optimizers_of_full_tensors(make, meshes, optimizer):
+    model, batch = make()
+    result = autopart.verify_resume(model, *meshes, example_kwargs=batch, steps=2, optimizer=optimizer)
+    assert result.ok, str(result)
 
 
 def test_a_planted_fault_is_found(monkeypatch):

@@ -87,7 +87,6 @@ def resumes(mesh: str, options: dict[str, Any], other: str, other_options: dict[
     assert scheduler.last_epoch == 4
 
 
-@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options", "other", "other_options"), [
     ("tp2", {"rng": "exact"}, "pp2", {"rng": "exact"}),
     ("dp2", {"zero": 3}, "tp2", {}),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import autopart
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-PAGES = ("training-loop.md", "saving-and-resuming.md", "checking-a-plan.md")
+PAGES = ("training-loop.md", "checking-a-plan.md")
 NUM_STEPS, ACCUMULATE = 20, 2
 MESHES = {"tp2": {}, "pp2": {}, "dp2": {}, "dp2,tp2": {}, "dp2 zero": {"zero": 3}}
 
@@ -176,7 +176,6 @@ def test_groups_accumulation_and_averages_of_the_guide(mesh):
 
 def stop_and_go_on(meshes, folder):
     """Three steps on the first mesh, saved; three more on the second, resumed. The weights in the end."""
-    blocks = blocks_of_the_guides()
     _, batches = example()
     for index, mesh in enumerate(meshes):
         model, _ = example()
@@ -186,7 +185,7 @@ def stop_and_go_on(meshes, folder):
         optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
         if index:
-            blocks["resume"](pm, optimizer, scheduler, folder)
+            pm.load(folder, "latest", optimizer=optimizer, scheduler=scheduler)
         for batch in batches[3 * index : 3 * index + 3]:
             pm.step(**batch)
             pm.clip_grad_norm_(1.0)
@@ -194,7 +193,7 @@ def stop_and_go_on(meshes, folder):
             scheduler.step()
             optimizer.zero_grad()
         if not index:
-            blocks["save"](pm, optimizer, scheduler, folder)
+            pm.save(folder, optimizer=optimizer, scheduler=scheduler, keep=1)
     return pm.full_state_dict()
 
 

@@ -196,6 +196,15 @@ MUTANTS = [
            "partitioned_optimizer"),
     Mutant("runtime/optimizers/full_tensor_update.py", "values[name].copy_(shard)", "values[name].add_(shard)",
            "partitioned_optimizer"),
+    # saves
+    Mutant("runtime/saves/save_methods.py", "set_random_state(own, process.device, self._compiler.set_random_state)",
+           "set_random_state(own, process.device, lambda _: None)", "saves"),
+    Mutant("runtime/saves/chunk_storage.py", "len(data) != chunk.length or digest_of(data) != chunk.digest",
+           "len(data) != chunk.length", "saves"),
+    Mutant("runtime/saves/step_folders.py", "complete_in(final.parent)[:-keep]",
+           "complete_in(final.parent)[: -keep - 1]", "saves"),
+    Mutant("runtime/saves/step_folders.py", "return complete[-1].path if complete else None",
+           "return found[-1].path if found else None", "saves"),
 ]  # fmt: skip
 
 
