@@ -59,7 +59,7 @@ def list_saves(folder: str, as_json: bool) -> None:
 @JSON
 @reports_errors
 def show(path: str, tensors: bool, as_json: bool) -> None:
-    """Show what a save contains. SAVE is one save, or a folder of saves: then it shows the last complete one.
+    """Show what a save contains. Of a folder of saves, it shows the last complete one.
 
     \b
     Example:

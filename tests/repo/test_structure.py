@@ -78,7 +78,17 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "optimizers": ("comm", "shards", "gradients", "sharded_tensor"),
         "checkpoint": ("comm", "weights", "shards", "gradients", "consistency", "optimizers"),
         "training": ("comm", "shards", "gradients", "sharded_tensor"),
-        "saves": ("comm", "shards", "gradients", "batch", "consistency", "optimizers", "checkpoint", "training"),
+        "saves": (
+            "comm",
+            "weights",
+            "shards",
+            "gradients",
+            "batch",
+            "consistency",
+            "optimizers",
+            "checkpoint",
+            "training",
+        ),
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
