@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.cli.console import wrapped
-from autopart.common.text import quantity
+from autopart.common.text import ShownAsText, quantity
 from autopart.cost.flops import matrix_work
 from autopart.errors import AutopartError, InputError
 from autopart.ir.graph import active_operators
@@ -94,8 +94,8 @@ class Outcome:
         yield from _note_lines(self.notes)
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(ShownAsText):
     """Result of `doctor`. Print it.
 
     Attributes:

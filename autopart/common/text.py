@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import textwrap
 from collections.abc import Iterable
@@ -36,3 +37,16 @@ class ShownText(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+class ShownAsText:
+    """Base of results that a notebook and a Python prompt show as their text, `str(result)`.
+
+    Dataclasses pass `repr=False`, so that they inherit this `repr`.
+    """
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"

@@ -19,7 +19,7 @@ from autopart.common.extras import load_extra
 from autopart.common.files import read_text, write_whole
 from autopart.common.json_text import parse_json
 from autopart.common.names import pattern_of
-from autopart.common.text import ShownText
+from autopart.common.text import ShownAsText, ShownText
 from autopart.errors import PlanError
 from autopart.ir.layout import EXPERT_PLACEMENTS
 from autopart.ir.mesh import AXES, Axis, Mesh
@@ -28,6 +28,7 @@ from autopart.ir.run.report_terms import Collective
 from autopart.ir.run.schedules import Schedule
 from autopart.ir.run.sync_option import ALL_REDUCE
 from autopart.plans.figure_errors import reading_figures
+from autopart.plans.headlines import headlines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,8 +61,8 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
     return tuple(map("|".join, ([axis.name for axis in axes], [joined, *chosen], chosen)))
 
 
-@dataclass(frozen=True)
-class Why:
+@dataclass(frozen=True, repr=False)
+class Why(ShownAsText):
     """Explanation of one choice in a plan, with the costs of the alternatives, to be printed.
 
     Attributes:
@@ -95,8 +96,8 @@ class Explainer(Protocol):
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why: ...
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(ShownAsText):
     """Partition of a model over a mesh: layouts, stages, schedule, and their predicted cost.
 
     Example:
@@ -142,6 +143,14 @@ class Plan:
         from autopart.cost.formula.plan_cost import Cost
 
         object.__setattr__(self, "cost", Cost.of(self))
+
+    def __repr__(self) -> str:
+        lines = [f"Plan of {self.model.get('class', 'a model')} on {self.mesh_object()}"]
+        try:
+            lines += headlines(self)
+        except Exception:  # an edited plan may have any figures, and a repr must not fail
+            lines.append("  its figures do not fit together")
+        return "\n".join([*lines, "  print(plan.explain()) shows it, plan.report('plan.html') draws it"])
 
     def to_json(self) -> str:
         """Return the plan as JSON text with one entry per line, so that line-based diffs are short."""

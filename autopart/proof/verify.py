@@ -23,6 +23,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from autopart.common.progress import phase
+from autopart.common.text import ShownAsText
 from autopart.errors import InputError, OptionError, RuntimeSetupError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
@@ -69,8 +70,8 @@ MOST_UNSHARDED = 3
 """Maximum number of kinds of replicated operators that a note lists."""
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(ShownAsText):
     """Result of `verify`. Its text names the largest error and the first wrong value.
 
     Args:

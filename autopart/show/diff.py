@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopart.common.names import pattern_of
-from autopart.common.text import ShownText, quantity
+from autopart.common.text import ShownAsText, ShownText, quantity
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.recompute_spec import recompute_mode_of, text_of
 from autopart.ir.run.sync_option import parse_sync
@@ -36,8 +36,8 @@ class DiffRow:
     second: str
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, repr=False)
+class Difference(ShownAsText):
     """All differences between two plans. It prints as a table, and is false if the plans are equal."""
 
     rows: tuple[DiffRow, ...]

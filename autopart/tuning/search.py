@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from autopart.common.progress import phase
-from autopart.common.text import quantity
+from autopart.common.text import ShownAsText, quantity
 from autopart.compat.torch_internals import tree_map
 from autopart.cost.count.scaling_exponents import tokens
 from autopart.cost.count.tabulate import Blocks, BlocksNotContiguous, each_block, tabulate
@@ -71,8 +71,8 @@ It allows only a few candidates with a very deep pipeline.
 """
 
 
-@dataclass(frozen=True)
-class Candidate:
+@dataclass(frozen=True, repr=False)
+class Candidate(ShownAsText):
     """A mesh, its options, and the predicted step.
 
     `simulation` is None if only a formula has predicted the step.

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from autopart.common.text import TEXT_WIDTH, quantity
+from autopart.common.text import TEXT_WIDTH, ShownAsText, quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import time_s
 from autopart.cost.predict.step_trace import chrome_trace
@@ -44,8 +44,8 @@ class CollectiveTime:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(ShownAsText):
     """Prediction of one training step, including AdamW's update. Its text (`print`) is a table.
 
     Seconds and bytes are those of one rank. Ranks that differ only on `dp` or `tp` have the same values.

@@ -355,3 +355,14 @@ def test_an_option_may_not_contradict_the_plan(call, option, skip_plan):
 def test_no_such_file():
     with pytest.raises(AutopartError, match=r"there is no plan at nowhere\.json"):
         Plan.load("nowhere.json")
+
+
+def test_a_notebook_shows_a_short_text():
+    model, batch = gpt2()
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    shown = repr(plan)
+    assert shown.startswith("Plan of GPT2LMHeadModel on tp2\n") and "predicted:" in shown and len(shown) < 600
+    assert plan._repr_html_().startswith("<pre>Plan of GPT2LMHeadModel on tp2\n")
+    step, broken = autopart.simulate(plan), dataclasses.replace(plan, cost={**plan.cost, "tflops_per_device": "many"})
+    assert repr(step) == str(step) and repr(plan.diff(plan)) == str(plan.diff(plan))
+    assert repr(broken).startswith("Plan of GPT2LMHeadModel on tp2\n") and "explain" in repr(broken)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from torch import nn
 
 from autopart.common.memory_size import parse_size
-from autopart.common.text import quantity
+from autopart.common.text import ShownAsText, quantity
 from autopart.cost.hardware.profile import DEFAULT
 from autopart.cost.predict.simulate import Simulation
 from autopart.cost.predict.table import RunSetting
@@ -25,8 +25,8 @@ from autopart.options import Options
 from autopart.tuning.search import LayoutKind, Space, space_of
 
 
-@dataclass(frozen=True)
-class BlockSearch:
+@dataclass(frozen=True, repr=False)
+class BlockSearch(ShownAsText):
     """Result of `search_blocks`, with the simulated step of the choice.
 
     The simulation uses the cost tables of the search. `autopart.plan` counts the costs again, so the predicted time of

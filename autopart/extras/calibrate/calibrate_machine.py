@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from autopart.common.files import read_text
 from autopart.common.json_text import parse_json
+from autopart.common.text import ShownAsText
 from autopart.cost.hardware.profile import DEFAULT, Hardware
 from autopart.errors import OptionError
 from autopart.extras.calibrate.calibration import mean_error, predicted_s, profile
@@ -24,8 +25,8 @@ _FORM = "a file that autopart calibrate --raw has written"
 _KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in place", "launch": "launch"}
 
 
-@dataclass(frozen=True)
-class Calibration:
+@dataclass(frozen=True, repr=False)
+class Calibration(ShownAsText):
     """Result of `calibrate`. Print it for a table of predictions and measurements.
 
     Attributes:

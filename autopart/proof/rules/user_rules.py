@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopart.common.text import ShownAsText
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import RuleError
 from autopart.ir.facts import facts
@@ -194,8 +195,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-@dataclass(frozen=True)
-class RuleCheck:
+@dataclass(frozen=True, repr=False)
+class RuleCheck(ShownAsText):
     """Result of `check_rule`; printable.
 
     Args:

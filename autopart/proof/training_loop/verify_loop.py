@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopart.common.text import ShownAsText
 from autopart.compat.torch_internals import tree_flatten, tree_unflatten
 from autopart.errors import AutopartError, InputError, OptionError, RuntimeSetupError
 from autopart.ir.mesh import Mesh
@@ -41,8 +42,8 @@ MOST_NAMED = 3
 Function = Callable[[Any, Any], Any]
 
 
-@dataclass(frozen=True)
-class LoopVerification:
+@dataclass(frozen=True, repr=False)
+class LoopVerification(ShownAsText):
     """Result of `verify_loop`.
 
     Args:
