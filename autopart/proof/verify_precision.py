@@ -79,7 +79,7 @@ class Rounded:
 class SingleDeviceRun:
     """Run of a copy of a model on a single device in mixed precision: its results and its trace.
 
-    Arguments are those of `Reference`.
+    It takes the arguments of `Reference`.
     """
 
     def __init__(

@@ -516,7 +516,7 @@ class Compiler:
 def _flattened(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Call, bool]:
     """Return (arguments, call with its tensors, True if there are inference tensors among these).
 
-    Outside of inference mode, inference tensors are replaced by normal ones, because autograd cannot save them.
+    Outside of inference mode, inference tensors are replaced by normal tensors, because autograd cannot save them.
     """
     call = flatten_call(arguments)
     check_values(call)

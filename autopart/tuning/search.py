@@ -128,7 +128,7 @@ class Candidate(ShownAsText):
 
 
 class LayoutKind(NamedTuple):
-    """Properties of a mesh on which the layouts of tensors depend, such as whether `tp` has several ranks.
+    """Properties of a mesh on which the layouts of tensors depend, such as the use of `tp`.
 
     Args:
         tensor: True if `tp` has several ranks.
@@ -170,8 +170,8 @@ class Space:
         rows: samples of the global batch.
         profile: name of the hardware profile.
         fused: True to count the operators between two matrix products or collectives as one kernel.
-        assumed: values for fields of `cost.predict.run_setting.RunSetting` that replace those of autopart's runtime,
-            such as `{"state_bytes": 8}`.
+        assumed: values for fields of `cost.predict.run_setting.RunSetting` that replace the values for autopart's
+            runtime, such as `{"state_bytes": 8}`.
         precision: compute dtype and reduction dtype.
         methods: gradient synchronization methods (option `dp_sync`) to try, such as PowerSGD.
         balance, sequence_dims: the options of `autopart.plan` with these names.
@@ -259,7 +259,7 @@ class Space:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Number of repeated blocks. The search tries at most as many pipeline stages."""
+        """Number of repeated blocks. The search tries at most this many pipeline stages."""
         return max([len(like) for like in self._like.values()], default=4)
 
     def settings(self, devices: int) -> Iterator[tuple[Mesh, Schedule]]:

@@ -87,7 +87,7 @@ class Process:
         return self.joined_groups[axis]
 
     def overlap_group(self, axis: str) -> dist.ProcessGroup:
-        """Return a second process group of an axis, for collectives that overlap with those of stage graphs.
+        """Return a second process group of an axis, for collectives that overlap with stage graphs.
 
         Two collectives of one process group cannot overlap. The first call for an axis creates the group. All ranks
         must therefore request new groups in one order.

@@ -41,7 +41,7 @@ class GradientSync:
         return False
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Switch to a program and its parameters. Called for each new program of the module.
+        """Switch to a program and its parameters. It is called for each new program.
 
         Args:
             program: the new program, which includes the parameters of all earlier programs.

@@ -41,7 +41,7 @@ class NoSync:
         """True if the gradient of any parameter is all-reduced, on this rank or another."""
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Switch to a program and its parameters. Called for each new program of the module.
+        """Switch to a program and its parameters. It is called for each new program.
 
         Args:
             parameters: {name: local parameter}.

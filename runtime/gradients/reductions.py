@@ -169,7 +169,7 @@ class ReductionQueue:
 
 
 class AllReduceStrategy(ReduceStrategy):
-    """All-reduce the gradients of unsharded parameters in one flat tensor, over one group after the other."""
+    """Strategy that all-reduces gradients of unsharded parameters in one flat tensor, group after group."""
 
     max_in_flight = SUM_BUCKETS_IN_FLIGHT
     small_bytes = SUM_BUCKETS_IN_FLIGHT * BUCKET_BYTES

@@ -192,7 +192,7 @@ class UnshardBlocks:
         return weights
 
     def _following(self, index: int) -> list[int]:
-        """Return the indices of blocks to prefetch: the next blocks in forward, the previous ones in backward."""
+        """Return the indices of blocks to prefetch: the next blocks in forward, previous blocks in backward."""
         if in_backward():
             return [i for i in range(index - 1, -1, -1) if i in self.used_in_backward][: self.prefetch]
         return list(range(index + 1, len(self.order))[: self.prefetch])

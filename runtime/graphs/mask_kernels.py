@@ -111,7 +111,7 @@ def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, in
 
 
 class StageMasks:
-    """Detects, in every call, the structure of those attention masks of a stage that are not constant.
+    """Detects, in every call, the structure of the attention masks of a stage that are not constant.
 
     Args:
         bind: function that prepares a graph of the stage for this rank.

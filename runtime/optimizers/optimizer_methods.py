@@ -38,7 +38,7 @@ class OptimizerMethods:
         self, kind: MakeOptimizer, params: Iterable[Any] | None = None, *, others: MakeOptimizer | None = None,
         **options: Any,
     ) -> Optimizer:  # fmt: skip
-        """Create an optimizer whose update of each tensor equals that of a single device.
+        """Create an optimizer that updates each tensor as a single device would.
 
         Optimizers such as Muon, Shampoo, SOAP, LAMB, LARS and Adafactor compute with full tensors. Each sharded tensor
         has an owner, one of the ranks that store its shards. The owner receives the full gradient and values, runs the

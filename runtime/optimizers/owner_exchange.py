@@ -77,7 +77,7 @@ class OwnedTensor:
 
     @property
     def is_mine(self) -> bool:
-        """True if this rank is the owner."""
+        """True if this rank owns the tensor."""
         return self.is_mine_from(0)
 
     def is_mine_from(self, level: int) -> bool:

@@ -38,7 +38,7 @@ Check = Callable[[bool, str], None]
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a save that is read as a whole."""
+    """Entry of a save's index for a file without tensors, such as `state.pt`."""
 
     name: str
     size_bytes: int
@@ -86,7 +86,7 @@ class CheckpointIndex:
         model, optimizers, schedulers: class names.
         entries: {name: tensor}.
         aliases: {second name of a tied parameter: name in `entries`}.
-        files: files other than those of the tensors.
+        files: files that contain no tensors of `entries`.
     """
 
     number: int

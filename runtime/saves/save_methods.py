@@ -163,8 +163,8 @@ class SaveMethods:
     ) -> Resumed:  # fmt: skip
         """Load a save of any mesh, and continue its training run. Every rank must call it.
 
-        On the mesh of the save, the next steps equal those of the uninterrupted run, bit for bit. First, all ranks
-        compare the save with the model and the optimizers, read their shards and compare checksums. If anything
+        If the mesh is unchanged, the next steps are bitwise identical to those of an uninterrupted run. First, all
+        ranks compare the save with the model and the optimizers, read their shards and compare checksums. If anything
         differs, every rank raises a CheckpointError that lists the differences, and nothing is changed.
 
         Args:
@@ -292,7 +292,7 @@ class SaveMethods:
         return index, values
 
     def _model_problems(self, index: CheckpointIndex, values: Mapping[str, Any], program: Program) -> list[str]:
-        """Return the differences between the saved tensors and those of the model."""
+        """Return texts on the differences between the saved tensors and the model's tensors."""
         problems = []
         expected, local = shapes_of(program, self._source.model), self._local_state_dict()
         keys = saved_keys(index, expected, canonical_names(program, self._source.model))
@@ -363,7 +363,7 @@ def _gathered(mine: Any, process: Process) -> list[Any]:
 
 
 def _count_problems(what: str, given: list[str], saved: tuple[str, ...]) -> list[str]:
-    """Return how classes of optimizers or schedulers differ from the saved ones, if any are loaded."""
+    """Return a text if the classes of optimizers or schedulers differ from the saved classes."""
     if not given or tuple(given) == saved:
         return []
     return [f"the save has {what} {', '.join(saved) or 'none'}, and {', '.join(given)} is to be loaded"]

@@ -32,7 +32,7 @@ class StepFolder:
 
 
 def step_folders(parent: Path) -> list[StepFolder]:
-    """Return the saves in a folder: complete ones in the order of writing, then all others."""
+    """Return the saves in a folder: complete saves in the order of writing, then incomplete ones."""
     found = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if not path.is_dir() or not (NAME.fullmatch(path.name) or PART.fullmatch(path.name)):

@@ -135,7 +135,7 @@ class ShardSpec:
 
 
 def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
-    """Return the sum of all stages' totals on every rank. Differentiable.
+    """Return, on every rank, the sum of the totals of all pipeline stages. It is differentiable.
 
     The total of a stage depends only on parameters of the stage, so backward needs no reduction.
 
@@ -169,7 +169,7 @@ def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> T
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function: all-gather of one split. Backward takes this rank's shard of the gradient.
+    """Autograd function: all-gather over one mesh axis. Backward takes this rank's shard of the gradient.
 
     Backward needs no reduction, because the gradient is replicated.
     """

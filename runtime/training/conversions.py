@@ -1,4 +1,4 @@
-"""Dtype and device conversions of a partitioned model: all are rejected, except those without effect."""
+"""Dtype and device conversions of a partitioned model: conversions with an effect are rejected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gradient scaling over all ranks: an infinity in one rank's shard of a gradient counts on every rank.
 
-`torch.amp.GradScaler` checks only the gradients of its rank. With it, only some ranks would take a step, and the scales
-of ranks would differ. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
+`torch.amp.GradScaler` checks only the gradients of its rank. With torch's class, only some ranks would take a step, and
+the scales of ranks would differ. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class LayerModes:
 
     @property
     def root(self) -> Any:
-        """The partitioned model. None in a copy of a single branch."""
+        """The partitioned model. None if only a single layer of it was copied."""
         return self._root()
 
     def layer(self, path: str) -> nn.Module:

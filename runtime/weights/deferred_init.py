@@ -79,7 +79,7 @@ class Constructor:
     Afterwards the state of the generator is restored.
 
     Args:
-        draws_matter: True if random values in buffers must be equal to those of a run on one device.
+        draws_matter: True if random values in buffers must be as in a run on one device.
 
     Attributes:
         buffers: {name: tensor} of the constructed model's buffers and plain tensor attributes.
@@ -133,8 +133,8 @@ class Constructor:
     def _run_on_meta(self, draws_matter: bool) -> bool:
         """Run the constructor with meta parameters, to find its buffers and the order of its parameters.
 
-        Returns False if buffers can differ from those of a real run, because the constructor reads values of
-        parameters or draws random numbers.
+        Returns False if the buffers can differ from a real run, because the constructor reads values of parameters or
+        draws random numbers.
         """
         parameters: list[nn.Parameter] = []
 
@@ -200,7 +200,7 @@ class _OneAtATime(TorchDispatchMode):
         self.problem = ""
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Start to manage the memory of a parameter. Called when a module registers the parameter."""
+        """Start to manage the memory of a parameter. It is called when a module registers the parameter."""
         if parameter is None or parameter.is_meta or _storage(parameter) in self._tracked:
             return
         self.registered.append(parameter)

@@ -176,11 +176,11 @@ class _Counts:
     Variables:
         n[stage, run, option]: number of blocks of the run that are on the stage and have the option.
         used[stage, run, option]: 1 if this number is not zero.
-        done[stage, run]: 1 if all blocks of the run are on this stage or earlier ones.
+        done[stage, run]: 1 if all blocks of the run are on this stage or earlier stages.
         extra[stage]: largest workspace of a block on the stage.
         slowest: seconds of the slowest stage.
 
-    Seconds are divided by those of the slowest block, bytes by the memory limit.
+    Seconds are divided by the slowest block's seconds, bytes by the memory limit.
     """
 
     def __init__(self, problem: BlockProblem):

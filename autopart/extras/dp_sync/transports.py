@@ -84,7 +84,7 @@ class ListTransport:
 
 
 class GroupTransport:
-    """Transport between the ranks of a process group. One rank is local: that of this process."""
+    """Transport between the ranks of a process group. One rank is local: the rank of this process."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.num_ranks = group, group.size()

@@ -121,7 +121,10 @@ class TracedCache(Cache, LocalCache):
 
 
 class _Recomputed(Cache):
-    """Cache of cross-attention in a trace: every call computes its keys and values again."""
+    """Replacement for a cross-attention cache in a trace, which caches nothing.
+
+    Every call computes the keys and values again.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])

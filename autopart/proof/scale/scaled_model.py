@@ -316,7 +316,7 @@ def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model is verified: that of its weights, or the CPU if they are on meta."""
+    """Return the device on which a model is verified: the weights' device, or the CPU if they are on meta."""
     device = device_of_weights(model)
     return torch.device("cpu") if device.type == "meta" else device
 

@@ -130,8 +130,8 @@ class CallFamily(Generic[Traced]):
         conditions: returns the branches on sizes that a traced call took.
         num_shards: function (call, axes) that returns, for each size of a traced call, the number of shards over these
             mesh axes times the number of microbatches. A program is derived only for sizes whose greatest common
-            divisor with this number is that of the traced calls. `axes`: the axes over which the program shards a dim
-            whose size varies. None: all axes.
+            divisor with this number is the same as in the traced calls. `axes`: the axes over which the program shards
+            a dim whose size varies. None: all axes.
         holds: returns True if the Python values that a traced call read are unchanged.
 
     Attributes:

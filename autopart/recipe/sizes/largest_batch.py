@@ -1,4 +1,4 @@
-"""The largest batch that a module has trained on, and whether it fits into memory."""
+"""The largest batch that a module has trained on, with a note on its size and predicted memory."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def _sized_stage(
     """Return a copy of a stage whose prologue and graph have size inputs.
 
     Args:
-        all_names: names of the size inputs of the prologue: those of all stages.
+        all_names: names of the size inputs of the prologue, which are equal for all stages.
         names: names of the size inputs of the graph.
     """
     graph, _ = graphs["graph"].with_inputs(inputs, names)

@@ -27,8 +27,8 @@ class SizeAnchors:
     def of(self, sizes: Sizes, calls: Collection[Sizes], num_shards: Sizes) -> Sizes | None:
         """Return the sizes of an anchor for a call; None if an anchor would not help.
 
-        Sizes that exceed those of all traced calls are increased, and sizes below all traced ones are decreased. A dim
-        that has one size in all traced calls is not changed.
+        If a size is larger than in all traced calls, it is increased. If it is smaller than in all, it is decreased. A
+        dim that has one size in all traced calls is not changed.
 
         Args:
             calls: sizes of the traced calls.

@@ -37,8 +37,8 @@ class SizeFormula:
     def at(self, sizes: Sizes) -> int:
         """Return the value for these sizes.
 
-        Raises NotDerivable if the value is not an integer: the sizes are not divisible by `divisor`, unlike those of
-        the traces.
+        Raises NotDerivable if the value is not an integer: the sizes are not divisible by `divisor`, unlike the sizes
+        of the traces.
         """
         product = math.prod(sizes[variable] for variable in self.variables)
         scale = math.prod(sizes[variable] for variable in self.scale)
@@ -72,7 +72,8 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
 def _fitted(values: Sequence[int], sizes: Sequence[Sizes], scale: tuple[int, ...]) -> Iterator[SizeFormula]:
     """Yield the formulas with this `scale` that hold in all traces.
 
-    If `scale` has variables, only formulas with an offset are yielded, because the others can be written without it.
+    If `scale` has variables, only formulas with an offset are yielded, because formulas without an offset need no
+    `scale`.
     """
     scales = [math.prod(one[variable] for variable in scale) for one in sizes]
     if not all(scales):

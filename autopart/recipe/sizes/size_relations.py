@@ -55,7 +55,7 @@ class SizeRelations:
 
 
 def _terms(number: int) -> list[_Term]:
-    """Return functions of the sizes: each size, each product of two, and each sum of two different ones."""
+    """Return functions of the sizes: each size, each product of two, and each sum of two different sizes."""
     products: list[_Term] = [partial(_combined, math.prod, variables) for variables in products_of(number)]
     return products + [partial(_combined, sum, pair) for pair in itertools.combinations(range(number), 2)]
 
