@@ -87,7 +87,6 @@ def stage_class() -> Any:
 
 
 @functools.cache
-@functools.cache
 def one_forward_one_backward_class() -> Any:
     """Return a 1F1B schedule class that accepts fewer microbatches than stages.
 

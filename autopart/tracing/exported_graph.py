@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -27,14 +27,11 @@ from autopart.ir.graph import (
     value,
     writes,
 )
+from autopart.ir.subgraphs import ancestors_of
+from autopart.ir.trace import Call
 from autopart.tracing.blocks.repeated_blocks import base_name
 from autopart.tracing.call_signature import PREFIX
 from autopart.tracing.python.size_conditions import plain_sizes
-
-if TYPE_CHECKING:
-    from autopart.ir.subgraphs import ancestors_of
-from autopart.ir.subgraphs import ancestors_of
-from autopart.ir.trace import Call
 
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 """{higher-order operator that is inlined: number of its arguments before the body}.
