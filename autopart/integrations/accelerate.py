@@ -118,7 +118,7 @@ class PartitionedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Accumulate gradients without reducing them.
+        """Context manager in which gradients accumulate without being reduced.
 
         If parameters are sharded over data ranks, or `model` is another model, gradients are reduced as usual.
         """

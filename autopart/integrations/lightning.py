@@ -234,7 +234,7 @@ class AutopartStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them.
+        """Context manager in which gradients accumulate without being reduced.
 
         If parameters are sharded over data ranks, gradients are reduced as usual.
 

@@ -4,7 +4,7 @@ A verification uses method 1, or method 2 if method 1 fails:
 
 1. **The model in float64.** A copy of the model is converted to float64, run and traced. The program must agree with
    the copy to 1e-10. If the copy casts values down (a loss in float32), the trace computes these operators in float64.
-   Then the program must agree with the trace to 1e-10, and the trace with the copy to float32 rounding.
+   Then the program must agree with the trace to 1e-10, and the trace must agree with the copy to float32 rounding.
 2. **The model in its own precision.** Some models do not run in float64: they add to `torch.zeros(...)`, mix bfloat16
    with other weights, enter autocast inside, store float32 tensors in a cache, or call a kernel without float64. A copy
    of such a model is run and traced in its own precision, and the graph is then converted to float64

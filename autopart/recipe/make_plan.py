@@ -273,7 +273,7 @@ def _memory_error(traced: Trace, mesh: Mesh, options: Options, draft: Draft, nee
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
     """Return True if planning can deduplicate blocks: no option treats equal blocks differently.
 
-    Options that can treat equal blocks differently are pins (layouts or stages that the user fixes), recomputation by
+    Some options can treat equal blocks differently: pins (layouts or stages that the user fixes), recomputation by
     block name, `dp_sync` other than all-reduce, and `prefetch` above 1. Dumps of passes also exclude deduplication,
     because they show the full graph.
     """

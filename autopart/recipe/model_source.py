@@ -188,7 +188,7 @@ def config_names() -> list[str]:
 
 
 def _config_path(named: str | Path) -> Path:
-    """Return the file of a config: a shipped one by name, a path, or a file on the hub.
+    """Return the file of a config, which is named by a shipped config's name, a path or a hub name.
 
     Raises InputError if there is none.
     """

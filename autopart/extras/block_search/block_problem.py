@@ -6,8 +6,8 @@ block under every option. The methods of `search_methods.py` search for the fast
 
 With stages of `w` seconds per microbatch, a step takes `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022,
 arXiv:2201.12023, equation 2, for GPipe and 1F1B). The seconds of a microbatch include its share of once-per-step work.
-The memory of a stage is the sum of its parameters, the saved tensors of its blocks for the microbatches in flight, and
-the largest workspace of a block. This sum is an upper bound, because the saved tensors of all blocks are in memory only
+The memory of a stage is the sum of three numbers: parameters, saved tensors of all microbatches in flight, and the
+largest workspace of a block. This sum is an upper bound, because the saved tensors of all blocks are in memory only
 while the last block runs.
 """
 

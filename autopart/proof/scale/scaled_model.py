@@ -155,8 +155,8 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
     Weights of dropped blocks are not copied, and weights on the meta device become random. If the model does not run
     without some blocks of a module list, the copy has all blocks of that list.
 
-    If the verification of the copy needs more than `SHARE_COPY` of the free memory, the copy also gets smaller sizes,
-    provided that the model is made from a transformers config. Raises InputError if the smallest copy does not fit into
+    If the verification of the copy needs more than `SHARE_COPY` of the free memory, the copy also gets smaller sizes.
+    This needs a model that is made from a transformers config. Raises InputError if the smallest copy does not fit into
     memory.
     """
     free = available_bytes(device_of(model))

@@ -39,12 +39,12 @@ class ResumeVerification:
     """Result of `verify_resume`. `str()` of it is a readable report.
 
     Attributes:
-        meshes: the mesh that saved, and the mesh that loaded.
+        meshes: (mesh that saved, mesh that loaded).
         steps: number of training steps before the save.
         num_values: number of compared tensors: weights, buffers and optimizer state.
         different: names of tensors whose bits differ after the load, on any rank.
-        losses: loss of the next step of the uninterrupted run, and of the resumed run.
-        loss_error: relative difference of the losses. 0 if both meshes are equal and the run is right.
+        losses: loss of the next step in (the uninterrupted run, the resumed run).
+        loss_error: relative difference of the two losses. It is 0 if the meshes are equal and the resumed run is right.
     """
 
     meshes: tuple[str, str]
@@ -87,15 +87,15 @@ def verify_resume(
     """Train on mesh A, save, load on mesh B, and compare, with all ranks in this process.
 
     No process group is needed. A float64 copy of the model runs `steps` training steps on mesh A. Its shards are
-    written and read by the code of `pm.save` and `pm.load`. All values on the ranks of mesh B must equal those of mesh
-    A bit for bit, and the loss of the next step must be equal up to `tolerance`.
+    written and read by the code of `pm.save` and `pm.load`. All values on mesh B must be bitwise identical to mesh A,
+    and the loss of the next step must be equal up to `tolerance`.
 
     Args:
         model, example_args, example_kwargs, loss_fn, target: as in `verify`.
         mesh_a, mesh_b: mesh that saves, mesh that loads.
         steps: number of training steps before the save.
         optimizer, max_norm, batches: as in `verify`.
-        options_b: options of mesh B that differ from those of mesh A, such as {"zero": 3}.
+        options_b: options that are different on mesh B, such as {"zero": 3}.
         **options: `PlanOptions`.
 
     Example:
@@ -230,7 +230,7 @@ def _load(ranks: AllRanks, path: Path) -> None:
 
 
 def _values(ranks: AllRanks) -> dict[str, Tensor]:
-    """Return {name: full tensor} of all ranks' shards. A value that replicas disagree on becomes empty.
+    """Return {name: full tensor} of all ranks' shards. If replicas differ, the value is empty.
 
     The shards are assembled without the code that saves and loads.
     """

@@ -18,9 +18,9 @@ _EXAMPLE = "sequence_dims={'input_ids': 1}, which names the dims that change"
 class ExampleLengths:
     """An example call that can be given other sequence lengths.
 
-    `sequence_dims` names the sequence dims of the inputs. Without this option, the sequence length is the size of dim 1
-    of the integer inputs, or, if there are none, of floating-point inputs with three or more dims. All dims of this
-    size, except dim 0, are then sequence dims.
+    `sequence_dims` names the sequence dims of the inputs. Without this option, dim 1 of the integer inputs gives the
+    sequence length. If there are no integer inputs, dim 1 of floating-point inputs with three or more dims gives it.
+    All dims of this length, except dim 0, are then sequence dims.
 
     Args:
         arguments: {name: argument} of the call.

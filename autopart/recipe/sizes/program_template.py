@@ -132,7 +132,7 @@ class GraphTemplate:
     def with_inputs(self, inputs: SizeInputs, names: Sequence[str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
         """Add size inputs to a copy of the graph, after its other inputs. Return (graph, {name: size input}).
 
-        Raises NotDerivable if an integer is in an object of which a graph node cannot be a part.
+        Raises NotDerivable if a size is inside of an object that cannot contain graph nodes.
         """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         size_nodes: dict[str, fx.Node] = {}
