@@ -27,7 +27,7 @@ def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
     """
     return {
         "data parallelism alone (DDP)": lambda c: _has_one_axis(c, "dp") and c.zero == 0,
-        "data parallelism with parameters in parts (ZeRO-3, FSDP)": lambda c: _has_one_axis(c, "dp") and c.zero == 3,
+        "data parallelism with sharded parameters (ZeRO-3, FSDP)": lambda c: _has_one_axis(c, "dp") and c.zero == 3,
         "tensor parallelism in a node, data parallelism over nodes": lambda c: (
             c.mesh.size("tp") == node and c.mesh.size("pp") == 1
         ),
