@@ -18,7 +18,7 @@ from autopart.ir.program import Program
 from autopart.plans.rank_digest import autopart_version
 from autopart.runtime.batch.step_metrics import StepMeter
 from autopart.runtime.checkpoint.full_optimizer import canonical_names
-from autopart.runtime.checkpoint.state_dicts import shapes_of, with_shard_offsets
+from autopart.runtime.checkpoint.state_dicts import shapes_of, with_offsets, with_shard_offsets
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.rank_checks import gather_objects, ranks_text
@@ -55,6 +55,7 @@ from autopart.runtime.saves.training_state import (
     set_random_state,
     unpacked,
 )
+from autopart.runtime.shards.shard_owners import shard_info_of
 from autopart.runtime.training.loss_scaling import STATE as LOSS_SCALING
 from autopart.tracing.meta_copy import Source
 
@@ -229,6 +230,10 @@ class SaveMethods:
             state_dict = self._local_state_dict()
             unique = {name: value for name, value in state_dict.items() if first.get(name, name) == name}
             unique |= {first[name]: value for name, value in state_dict.items() if name in first}
+            if process.apart:  # data ranks have different weights, which the state of dp_sync contains
+                for name, mean in self._data_sync.replica_mean(self._local_parameters).items():
+                    info = shard_info_of(self._local_parameters[name])
+                    unique[first[name]] = mean.detach() if info is None else with_offsets(mean.detach(), info)
             state.values["model"] = state.add(MODEL, unique)
             add_optimizers(state, optimizers, first, process)
         state.values["dp_sync"] = {}

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
 from autopart.runtime.checkpoint.optimizer_groups import PARAM_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
-from autopart.runtime.checkpoint.saved_shard import ShardTensor, shard_offsets_of
+from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, shard_offsets_of, to_plain
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.saves.checkpoint_index import CheckpointIndex, SavedEntry
-from autopart.runtime.shards.shard_owners import parameters_of, shard_info_of
+from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, shard_info_of
 
 MODEL, STATE, SYNC = "model.", "optimizer.state.", "dp_sync."
 VALUES = ("model", "optimizer groups", "optimizer values", "schedulers", "random", "dp_sync", "extra")
@@ -84,7 +84,10 @@ def add_optimizers(
             if shard_info is None or index not in state_dict["state"]:
                 continue
             name = first[shard_info.name]
-            rest = state.add(f"{STATE}{name}.", state_dict["state"][index])
+            values = state_dict["state"][index]
+            if process.apart:
+                values = {key: of_data_rank(value, parameter, shard_info) for key, value in values.items()}
+            rest = state.add(f"{STATE}{name}.", values)
             if rest:
                 others[name] = rest
         local = [group_of(group, first.__getitem__) for group in optimizer.param_groups]
@@ -92,6 +95,35 @@ def add_optimizers(
     everyones = of_all_stages(others, process)
     state.values["optimizer values"] = {name: values for theirs in everyones for name, values in theirs.items()}
     state.values["optimizer groups"] = groups
+
+
+def of_data_rank(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
+    """Return a value as this data rank's shard of a tensor [data ranks, *shape], if it has the parameter's shape.
+
+    Data ranks whose models differ (`dp_sync`) also have different optimizer state.
+    """
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
+        return value
+    process, place = shard_info.process, shard_offsets_of(shard_info)
+    (axis,) = process.apart
+    assert place.spans is not None
+    spans = (((process.mesh.index(process.coordinates, axis), 1),), *place.spans)
+    shape = (process.mesh.size(axis), *place.shape)
+    return ShardTensor(to_plain(value).unsqueeze(0), ShardOffsets(place.name, shape, spans))
+
+
+def of_all_data_ranks(entry: SavedEntry, shard_info: ShardInfo) -> Tensor:
+    """Return the tensor that receives a save of `of_data_rank`: this data rank's part, or all ranks' parts.
+
+    It receives all parts if this module has another number of data ranks. Each rank then loads the mean.
+    """
+    process, place, num_saved = shard_info.process, shard_offsets_of(shard_info), entry.shape[0]
+    assert place.spans is not None
+    span = (0, num_saved)
+    if process.apart and process.mesh.size(process.apart[0]) == num_saved:
+        span = (process.mesh.index(process.coordinates, process.apart[0]), 1)
+    local = torch.empty(span[1], *place.local_shape, dtype=getattr(torch, entry.dtype))
+    return ShardTensor(local, ShardOffsets(place.name, entry.shape, ((span,), *place.spans)))
 
 
 def _as_dict(group: ParameterGroup) -> dict[str, Any]:
@@ -124,6 +156,7 @@ def optimizer_targets(
     optimizers: Sequence[Optimizer], index: CheckpointIndex, first: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Return {name in the index: empty tensor that receives this rank's part of the optimizers' state}."""
+    is_by_data_rank = any(name.startswith(SYNC) and name.endswith(".replica") for name in index.entries)
     by_parameter: dict[str, list[tuple[str, SavedEntry]]] = {}
     for name, entry in index.entries.items():
         if name.startswith(STATE):
@@ -137,7 +170,9 @@ def optimizer_targets(
             place = shard_offsets_of(shard_info)
             for name, entry in by_parameter.get(first[shard_info.name], ()):
                 dtype = getattr(torch, entry.dtype)
-                if entry.shape == place.shape and entry.shape:
+                if is_by_data_rank and entry.shape[1:] == place.shape and place.shape:
+                    targets[name] = of_all_data_ranks(entry, shard_info)
+                elif entry.shape == place.shape and entry.shape:
                     targets[name] = ShardTensor(torch.empty(place.local_shape, dtype=dtype), place)
                 else:
                     targets[name] = torch.empty(entry.shape, dtype=dtype)
@@ -150,8 +185,14 @@ def load_optimizers(
 ) -> None:  # fmt: skip
     """Load the state of optimizers from filled `optimizer_targets`."""
     by_parameter: dict[str, dict[str, Any]] = {name: dict(rest) for name, rest in values["optimizer values"].items()}
+    shapes = {}
+    for parameter in (parameter for optimizer in optimizers for parameter in parameters_of(optimizer)):
+        if (info := shard_info_of(parameter)) is not None:
+            shapes[first[info.name]] = info.stored.shape
     for name, tensor in tensors.items():
         parameter_name, _, key = name[len(STATE) :].rpartition(".")
+        if isinstance(tensor, ShardTensor) and len(tensor.place.shape) > len(shapes[parameter_name]):
+            tensor = tensor.to_local()[0] if tensor.shape[0] == 1 else tensor.to_local().mean(0)
         by_parameter.setdefault(parameter_name, {})[key] = tensor
     for optimizer, saved in zip(optimizers, values["optimizer groups"], strict=True):
         group_by_name = {name: group for group in saved for name in group[PARAMS]}

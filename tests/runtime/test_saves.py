@@ -237,3 +237,68 @@ def test_a_save_that_does_not_fit_is_refused_before_anything_changes(tmp_path):
 
 def test_an_interrupted_save_costs_no_earlier_one(tmp_path):
     dist.run_ranks(keeps_complete_ones, 2, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+
+
+# --- Other optimizers, precisions and methods
+
+
+def other_run(kind: str, mesh: str) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model, batch = zoo.gpt2(num_layers=2, hidden=32, heads=4, rows=8, seq=8)
+    options = {"fp16": {"precision": "fp16"}, "top-k": {"dp_sync": "top_k:0.1"}, "local": {"dp_sync": "local:3"}}
+    pm = autopart.parallelize(model.train(), mesh, example_kwargs=batch, **options.get(kind, {}))
+    if kind == "Muon":
+        optimizer = pm.optimizer(torch.optim.Muon, lr=0.02, others=torch.optim.AdamW)
+        return pm, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    if kind == "two":
+        named = list(pm.named_parameters())
+        parts = [p for n, p in named if "mlp" in n], [p for n, p in named if "mlp" not in n]
+        optimizers = [torch.optim.SGD(parts[0], lr=0.1, momentum=0.9), torch.optim.Adam(parts[1], foreach=True)]
+        return pm, optimizers, [torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=0) for one in optimizers]
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    pm.attach(optimizer)
+    return pm, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.5)
+
+
+def other_train(pm: Any, optimizer: Any, scheduler: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for ids in batches(64)[first:last]:
+        ids = torch.cat([ids, ids.flip(1)])
+        losses.append(float(pm.step(input_ids=ids, labels=ids)))
+        for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+            one.step()
+            one.zero_grad()
+        for one in scheduler if isinstance(scheduler, list) else [scheduler]:
+            one.step(*([losses[-1]] if isinstance(scheduler, list) else []))
+    return losses
+
+
+def others_resume(kind: str, mesh: str, folder: str) -> None:
+    pm, optimizer, scheduler = other_run(kind, mesh)
+    other_train(pm, optimizer, scheduler, 0, 2)
+    saving = pm.save(folder, optimizer=optimizer, scheduler=scheduler, wait=False)
+    scale = pm.loss_scale
+    expected = other_train(pm, optimizer, scheduler, 2, 6)
+    weights = {name: value.clone() for name, value in pm.full_state_dict().items()}
+    saving.wait()
+    pm, optimizer, scheduler = other_run(kind, mesh)
+    other_train(pm, optimizer, scheduler, 4, 5)
+    pm.load(folder, "latest", optimizer=optimizer, scheduler=scheduler)
+    assert pm.loss_scale == scale
+    assert other_train(pm, optimizer, scheduler, 2, 6) == expected, kind
+    same_values(pm.full_state_dict(), weights)
+    if kind == "local":  # without the method, all ranks continue from the mean of the data ranks
+        expected = pm.load(folder, "latest", optimizer=optimizer, scheduler=scheduler) and pm.full_state_dict()
+        pm, optimizer, scheduler = other_run("", "tp2")
+        pm.load(folder, "latest", optimizer=optimizer, scheduler=scheduler)
+        same_values(pm.full_state_dict(), expected)
+        other_train(pm, optimizer, scheduler, 2, 3)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("kind", "mesh"), [
+    ("Muon", "tp2"), ("Muon", "pp2,tp2"), ("two", "pp2"), ("fp16", "dp2"), ("top-k", "dp2"), ("local", "dp2"),
+], ids=str)  # fmt: skip
+def test_other_optimizers_precisions_and_methods_continue_bit_for_bit(tmp_path, kind, mesh):
+    num_ranks = autopart.Mesh.parse(mesh).num_ranks
+    dist.run_ranks(others_resume, num_ranks, kind, mesh, str(tmp_path), timeout_s=TIMEOUT_S)
