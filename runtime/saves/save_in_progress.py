@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopart.errors import CheckpointError
 from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.watchdog import is_lost
 from autopart.runtime.saves.checkpoint_index import CheckpointIndex
 from autopart.runtime.saves.step_folders import commit
 
@@ -101,9 +102,10 @@ def _as_error(error: BaseException, folder: Path) -> BaseException:
     """Return the error of a failed save, with the reason of each rank that failed."""
     failures = getattr(error, "failures", None)
     if failures is None:
-        if not isinstance(error, OSError):
-            return error
-        return CheckpointError(f"cannot write {folder}", why=str(error))
+        if isinstance(error, RuntimeError) and is_lost(error):
+            why = "another rank has ended, or does not answer"
+            return CheckpointError(f"cannot write {folder}", why=why, hint="earlier saves are unchanged")
+        return CheckpointError(f"cannot write {folder}", why=str(error)) if isinstance(error, OSError) else error
     lines = []
     for rank, failure in sorted(failures.items()):
         reason = failure[0] if isinstance(failure, tuple) else failure

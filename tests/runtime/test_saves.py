@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +239,31 @@ def test_a_save_that_does_not_fit_is_refused_before_anything_changes(tmp_path):
 
 def test_an_interrupted_save_costs_no_earlier_one(tmp_path):
     dist.run_ranks(keeps_complete_ones, 2, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+
+
+def killed_in_a_save(folder: str) -> None:
+    """Rank 1 is killed while its third save is being written."""
+    pm, optimizer = small("tp2")
+    for step in range(1, 4):
+        small_step(pm, optimizer)
+        if step == 3 and torch.distributed.get_rank() == 1:
+            from autopart.runtime.saves.chunk_storage import IndexedWriter
+
+            IndexedWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        saving = pm.save(folder, optimizer=optimizer, wait=False, keep=1)
+    with pytest.raises(CheckpointError, match="another rank has ended, or does not answer"):
+        saving.wait()
+
+
+@pytest.mark.large
+def test_a_kill_in_a_save_costs_no_earlier_one(tmp_path):
+    with pytest.raises(dist.RankError) as caught:
+        dist.run_ranks(killed_in_a_save, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert list(caught.value.errors) == [1] and "exit code -9" in caught.value.traceback
+    (complete,) = [path for path in tmp_path.iterdir() if path.name.startswith("step-")]
+    assert complete.name == "step-00000002" and not list(digest_problems(complete, read_index(complete)))
+    pm, optimizer = small("tp1")
+    assert pm.load(tmp_path, "latest", optimizer=optimizer).step == 2
 
 
 # --- Other optimizers, precisions and methods
