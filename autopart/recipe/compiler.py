@@ -39,6 +39,7 @@ from autopart.recipe.sizes.program_template import check_derived
 from autopart.recipe.sizes.size_formula import NotDerivable, Sizes
 from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
 from autopart.tracing.caller_modes import isolated_trace, without_inference
+from autopart.tracing.dynamic.input_decisions import Site
 from autopart.tracing.local_batch_call import all_ranks_call, are_rows, check_global
 from autopart.tracing.meta_copy import Source
 from autopart.tracing.model_checks import check_not_empty
@@ -110,6 +111,7 @@ class Compiler:
         self.buffers: Mapping[str, Tensor] = {}
         """{name: buffer} of the partitioned module, whose values can differ from the model's."""
         self._values_read: dict[tuple[str, str], set[str]] = {}
+        self._read_sites: set[Site] = set()  # the next trace need not find them again
         """{(expression, source line): the values that Python read in the traces}."""
         self._has_warned_of_change = False
         self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # for each set of calls that differ only in numbers
@@ -457,7 +459,7 @@ class Compiler:
         def once() -> tuple[Trace, Guards]:
             with record_reads() as reads:
                 traced = prepare(model, arguments, written=self.written, precision=self.precision,
-                                 buffers=self.buffers).without_values()  # fmt: skip
+                                 buffers=self.buffers, read=self._read_sites).without_values()  # fmt: skip
             device = device_of_weights(self.model) if self.precision is None else None
             return traced, Guards(reads, model, others, slots.values(), device, traced.attribute_updates)
 

@@ -62,6 +62,7 @@ from autopart.plans.plan import Plan
 from autopart.recipe.plan_figures import Draft, Written, figures_of, plan_of
 from autopart.tracing.blocks.deduplicate import copied, deduplicated
 from autopart.tracing.compute_dtype import compute_dtype_context, precision_notes
+from autopart.tracing.dynamic.input_decisions import Site
 from autopart.tracing.gradient_check import with_gradients_checked
 from autopart.tracing.trace_model import trace
 from autopart.tracing.with_loss import users_model
@@ -90,6 +91,7 @@ def _without_collections() -> Iterator[None]:
 def prepare(
     model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = (),
     precision: Precision | None = None, fold: bool = False, buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    read: set[Site] | None = None,
 ) -> Trace:  # fmt: skip
     """Trace, normalize and annotate a model for a call.
 
@@ -100,10 +102,11 @@ def prepare(
         fold: True to deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a
             graph is not run.
         buffers: {name: current value} of buffers that differ from the model's.
+        read: as in `trace`.
     """
     check_folder()
     with compute_dtype_context(model, precision, written):
-        traced = _prepared(model, arguments, double, written, fold, buffers)
+        traced = _prepared(model, arguments, double, written, fold, buffers, read)
     # Parameters that are written become buffers, which keep their dtype.
     if precision is not None and not traced.written <= set(written):
         return prepare(model, arguments, double, {*written, *traced.written}, precision, fold, buffers)
@@ -113,11 +116,11 @@ def prepare(
 
 def _prepared(
     model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool,
-    buffers: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor], read: set[Site] | None,
 ) -> Trace:  # fmt: skip
     """Trace and annotate a model, and deduplicate its blocks if `fold`."""
     phase("tracing the model")
-    traced = trace(model, arguments, written, buffers)
+    traced = trace(model, arguments, written, buffers, read)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
     phase("finding out what can be sharded")
     if fold and (few := deduplicated(traced)).folds:

@@ -36,6 +36,7 @@ from autopart.tracing.autograd.tensor_hooks import Rewrites
 from autopart.tracing.autograd.traced_weight_updates import with_weight_updates
 from autopart.tracing.blocks.repeated_blocks import NotARepeat, RepeatedBlocks
 from autopart.tracing.call_signature import PREFIX, ExportEntry, register_dataclasses, tensor_names
+from autopart.tracing.dynamic.input_decisions import Site
 from autopart.tracing.dynamic.random_branches import random_branch_notes, with_random_branches
 from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
 from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
@@ -133,7 +134,7 @@ def check_values(call: Call) -> None:
 @restored_transforms()
 def trace(
     model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = (),
-    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}), read: set[Site] | None = None,
 ) -> Trace:  # fmt: skip
     """Trace `model(**arguments)` and return its graph, parameters and buffers.
 
@@ -142,6 +143,7 @@ def trace(
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that another call writes. They become buffers in this trace, too.
         buffers: {name: current value} of buffers that differ from the model's.
+        read: code positions that get real values of inputs in place of symbols. Those that this trace needs are added.
     Raises:
         TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
@@ -155,11 +157,17 @@ def trace(
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(users_model(model))
     check_layouts(users_model(model), dict(zip(call.names, call.tensors, strict=True)))
+    decisions = entry.semantics.decisions
+    decisions.sites |= read or set()
+    entry.semantics.may_rewrite |= bool(read)  # a guard needs it
     while True:
         try:
-            return _traced(model, arguments, written, call, entry, example)
+            traced = _traced(model, arguments, written, call, entry, example)
+            if read is not None:
+                read |= decisions.sites
+            return traced
         except TraceError as error:
-            if not entry.semantics.decisions.specialise(error):
+            if not decisions.specialise(error):
                 raise (
                     without_values_error(error) if entry.semantics.known.lacks_values else error
                 ) from error.__cause__

@@ -10,6 +10,7 @@ from typing import Any
 import dist
 import numpy as np
 import pytest
+import sympy.core.random as sympy_random
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
@@ -18,6 +19,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC, WhisperConfig, WhisperF
 
 import autopart
 from autopart.errors import Refusal, TraceError
+from autopart.tracing.python.python_random import OwnGenerators
 
 MESHES = ["dp2", "tp2", "pp2"]
 ROWS = 8
@@ -414,3 +416,9 @@ class UnusedDraw(OwnGenerator):
 
 def test_a_draw_that_changes_nothing_is_no_matter() -> None:
     assert autopart.verify(UnusedDraw("").double(), "dp2", example_kwargs={"x": torch.randn(ROWS, 8).double()}).ok
+
+
+def test_the_generator_of_symbolic_sizes_is_not_the_models():
+    """Torch draws from it in every trace with symbols, which would need more traces."""
+    generators = OwnGenerators(nn.Linear(2, 2)).generators
+    assert not any(one is sympy_random._assumptions_rng for one in generators)

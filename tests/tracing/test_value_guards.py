@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.errors import InputError, TraceError
+from autopart.tracing import trace_model
 
 ROWS, LENGTH, SIZE = 8, 8, 8
 LENGTHS = torch.tensor([5, 3, 7, 2, 7, 4, 1, 6])
@@ -297,6 +298,19 @@ def test_each_value_is_traced_once():
     worst, counts = compared("dp1", trimmed, (3, 1, 3, 5, 1, 3))
     assert worst < 1e-10
     assert counts == [1, 2, 2, 3, 3, 3]
+
+
+def test_code_that_needs_values_is_found_once(monkeypatch):
+    """A second batch needs one export, because the first has found that `.item()` must return a real value."""
+    exports, export = [], trace_model._exported_once
+    monkeypatch.setattr(trace_model, "_exported_once", lambda *args: exports.append(args) or export(*args))
+    model, x = Net(item_of_lengths), torch.randn(ROWS, LENGTH, SIZE)
+    pm = autopart.parallelize(model, "dp1", example_args=(x, LENGTHS))
+    assert len(exports) > 1
+    exports.clear()
+    lengths = LENGTHS.clamp(max=5)
+    assert float(pm(x, lengths)) == pytest.approx(float(model(x, lengths)))
+    assert len(exports) == 1
 
 
 def test_a_branch_has_two_traces():

@@ -57,13 +57,14 @@ class InputDecisions:
 
     Attributes:
         guards: the values that Python got.
+        sites: code positions of the reads for which Python gets real values in place of symbols.
         symbolic: the reads for which Python got a symbol, as {source location: True if it reads floats}.
     """
 
     def __init__(self, known: ConcreteConstants, check: Callable[[], None]):
         self.known, self.check = known, check
         self.symbolic: dict[Site, bool] = {}
-        self._sites: set[Site] = set()
+        self.sites: set[Site] = set()
         self._attempts = 0
         self._site_of: dict[str, Site] = {}
         self._guards: dict[Any, ValueGuard] = {}
@@ -96,7 +97,7 @@ class InputDecisions:
             return UNKNOWN
         users_frame = _users_frame(frame)
         is_pointer = name in _POINTERS and self.known.reads_buffers(inputs[0])
-        if (name in _SYMBOLIC or is_pointer) and _site(users_frame) not in self._sites:
+        if (name in _SYMBOLIC or is_pointer) and _site(users_frame) not in self.sites:
             self.symbolic[_site(users_frame)] = inputs[0].is_floating_point()
             return UNKNOWN
         recorded = self.known.recorded(call)
@@ -138,7 +139,7 @@ class InputDecisions:
             return
         recorded, users_frame = self.known.size(call, tensor, dim), _users_frame(frame)
         self._symbol(symbol, recorded, users_frame)
-        if recorded is None or _site(users_frame) not in self._sites:
+        if recorded is None or _site(users_frame) not in self.sites:
             return
         value = self._guarded(recorded, users_frame)
         if value is not UNKNOWN:
@@ -171,8 +172,8 @@ class InputDecisions:
         self._attempts += 1
         first = symbols if self._attempts <= _MAX_SINGLE else symbols | integers | sizes
         groups = (first, integers, sizes, self.symbolic.keys())
-        chosen = next((new for sites in groups if (new := sites - self._sites)), None)
-        self._sites |= chosen or set()
+        chosen = next((new for sites in groups if (new := sites - self.sites)), None)
+        self.sites |= chosen or set()
         self._guards.clear()
         self._site_of.clear()
         self.symbolic.clear()

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import sympy.core.random as sympy_random
 import torch
 from torch import nn
 
@@ -56,6 +57,7 @@ class OwnGenerators:
         holders = [*model.modules(), *(sys.modules[name] for name in files if name in sys.modules)]
         kinds = {kind for kind in _subclasses_of(_KINDS) if _has_state(kind)}
         ignored = {id(random.random.__self__), id(np.random.rand.__self__)}  # type: ignore[attr-defined]
+        ignored |= set(map(id, vars(sympy_random).values()))  # torch draws from them for symbolic sizes
         listed = [one for one in gc.get_objects() if type(one) in kinds]  # of all objects of the process: must be cheap
         direct = [value for holder in holders for value in list(vars(holder).values()) if type(value) in kinds]
         self.generators = [*{id(one): one for one in (*listed, *direct) if id(one) not in ignored}.values()]
