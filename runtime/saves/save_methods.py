@@ -122,9 +122,7 @@ class SaveMethods:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise OptionError(f"keep={keep!r} is no number of saves", hint="keep=2")
         self._in_flight.check_landed("save()")
-        if self._save is not None:
-            self._save.wait()
-            self._save = None
+        self._finish_save()
         program, process, parent = self._traced("save()"), self._process, Path(folder)
         phase(f"saving in {parent}")
         self._replicas.check_before("save", program, self._local_parameters)
@@ -178,9 +176,7 @@ class SaveMethods:
             start = pm.load("run", "latest", optimizer=optimizer, scheduler=scheduler, missing_ok=True).step
         """
         self._in_flight.check_landed("load()")
-        if self._save is not None:
-            self._save.wait()
-            self._save = None
+        self._finish_save()
         program, process = self._traced("load()"), self._process
         path = self._resolved_save(Path(folder), name, missing_ok)
         if path is None:
@@ -211,6 +207,12 @@ class SaveMethods:
         return Resumed(path, index.step, index.samples, values["extra"])
 
     # --- Saving
+
+    def _finish_save(self) -> None:
+        """Wait for the save that is being written, if any. Its error is raised once."""
+        pending, self._save = self._save, None
+        if pending is not None:
+            pending.wait()
 
     def _local_state_dict(self) -> dict[str, Any]:
         """Return this rank's state dict. Unlike `state_dict`, it prepares no comparison of replicas."""

@@ -98,7 +98,7 @@ def add_optimizers(
 
 
 def of_data_rank(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Return a value as this data rank's shard of a tensor [data ranks, *shape], if it has the parameter's shape.
+    """Return a value of the parameter's shape as a shard of a tensor [data ranks, *shape].
 
     Data ranks whose models differ (`dp_sync`) also have different optimizer state.
     """
@@ -113,9 +113,9 @@ def of_data_rank(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
 
 
 def of_all_data_ranks(entry: SavedEntry, shard_info: ShardInfo) -> Tensor:
-    """Return the tensor that receives a save of `of_data_rank`: this data rank's part, or all ranks' parts.
+    """Return the tensor that receives a saved result of `of_data_rank`.
 
-    It receives all parts if this module has another number of data ranks. Each rank then loads the mean.
+    It receives the parts of all data ranks if this module has another number of them. Each rank then loads the mean.
     """
     process, place, num_saved = shard_info.process, shard_offsets_of(shard_info), entry.shape[0]
     assert place.spans is not None

@@ -197,6 +197,10 @@ def keeps_complete_ones(folder: str) -> None:
         pm.save(folder, optimizer=optimizer, keep=1)
     text = str(caught.value)
     assert "rank 1: No space left" in text and "earlier saves are unchanged" in text, text
+    with failing_writes(on_rank=1):
+        pm.save(folder, optimizer=optimizer, wait=False)
+        with pytest.raises(CheckpointError, match="No space left"):
+            pm.save(folder, optimizer=optimizer)  # waits for the one before
     torch.distributed.barrier()  # the first rank deletes what was written
     assert sorted(path.name for path in Path(folder).iterdir()) == names
     if torch.distributed.get_rank() == 0:
