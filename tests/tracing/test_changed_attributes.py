@@ -220,3 +220,27 @@ def test_a_forward_that_stays_replaced_is_refused():
     with pytest.raises(TraceError, match="Matryoshka computes something different in every call") as error:
         autopart.plan(Matryoshka(restores=False), "tp2", example_args=(torch.randn(8, SIZE),))
     assert "forward() stores model.forward = " in str(error.value)
+
+
+class WarmsUp(nn.Module):
+    """Sets a flag by comparing a counter, which is an input of the program from its second value on."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.is_warm, self.seen = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), True, 0
+
+    def forward(self, x):
+        if self.is_warm:
+            self.seen += 1
+            self.is_warm = self.seen < 3
+        h = self.a(x)
+        return (h if self.is_warm else self.b(h)).square().mean() * (1 + self.seen)
+
+
+def test_a_flag_that_is_computed_from_a_counter():
+    model, x = WarmsUp().double(), torch.randn(4, SIZE, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    module = autopart.parallelize(model, "dp1", example_args=(x,))
+    for _ in range(5):
+        assert module.step(x) == pytest.approx(float(expected(x)), abs=1e-12)
+    assert (model.seen, model.is_warm) == (3, False)

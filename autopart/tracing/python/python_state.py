@@ -140,7 +140,7 @@ class PythonState:
         """Remove changed attributes whose new value is a function of number inputs. Return their formulas."""
         symbolic = {
             name: known.formula(expression(after)) for name, (before, after) in self.changed.items()
-            if isinstance(before, _SYMBOLIC) and isinstance(after, _SYMBOLIC)
+            if isinstance(after, (*_SYMBOLIC, torch.SymBool)) and (isinstance(before, _SYMBOLIC) or is_plain(before))
         }  # fmt: skip
         found = {name: recorded for name, recorded in symbolic.items() if recorded is not None}
         for name in found:
