@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-models setup-integrations demo test test-fast test-all fuzz replay mutants check gpu-test bench golden-update
+.PHONY: help setup setup-models setup-integrations demo test test-fast test-all fuzz replay mutants docs check gpu-test bench golden-update
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ replay: $(STAMP)  ## compare plans and programs of many models with those of a c
 
 mutants: $(STAMP)  ## plant faults one by one, and see whether the tests catch them
 	@$(PY) tests/support/mutants.py
+
+docs: $(STAMP)  ## build the documentation site: build/docs/docs/index.html
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt -e '.[docs]'
+	@$(PY) -m sphinx -q -W --keep-going -c docs -b html . build/docs
 
 check: $(STAMP)  ## lint, format and types
 	@$(PY) -m ruff check && $(PY) -m ruff format --check && $(PY) -m mypy

@@ -18,16 +18,19 @@ html_title = f"autopart {version}"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = [
-    "README.md", "CHANGELOG.md", "AGENTS.md", "docs/**.md", "docs/api.rst", "examples/**/README.md", "examples/README.md",
-    "benchmarks/**.md", "autopart/extras/**/README.md", "autopart/extras/README.md", "skills/**.md",
+    "README.md", "CHANGELOG.md", "AGENTS.md", "docs/**.md", "docs/api.rst", "examples/README.md",
+    "examples/**/README.md", "benchmarks/**.md", "autopart/extras/README.md", "autopart/extras/**/README.md",
+    "skills/**.md",
 ]  # fmt: skip
 html_theme = "furo"
 html_copy_source = False
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signatures have them
-autodoc_default_options = {"members": True, "inherited-members": "Module,dict,ValueError,RuntimeError", "undoc-members": False}
-suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+autodoc_default_options = {"members": True, "inherited-members": "Module,GradScaler,dict,ValueError,RuntimeError"}
+napoleon_use_ivar = True
+# Docstrings are read in editors and by `help`, so they are not escaped for reStructuredText.
+suppress_warnings = ["docutils", "misc.highlighting_failure", "toc.not_included"]
 
 SECTION = re.compile(r"^## (.+)$")
 LINK = re.compile(r"\]\(([^)#\s]+\.md)")

@@ -116,7 +116,8 @@ class ExportEntry(nn.Module):
             host = host_functions(self.model, self.semantics.known, self.semantics.found, self.draws_on_host)
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
-        watched = watched_frames()  # entered before `semantics`, which inspects its callers' frames
+        # Entered before `semantics`, which inspects its callers' frames.
+        watched = watched_frames(self.semantics.sizes if is_traced else None)
         with (
             watched, written, assigned(numbers), self.state, self.autocast, floats, semantics, hook, checkpoints,
             conditions, transforms, draws, host,

@@ -257,6 +257,46 @@ def test_numbers_that_leave_the_record_are_guards(kind):
     assert derived == [False, False, kind != "len", False]
 
 
+def half_of(length, share=0.5):
+    return share * (length - 1)
+
+
+UNRECORDED = {
+    "float times size": lambda x, n: 0.5 * n > 15,
+    "attribute times size": lambda x, n: np.pi * x.shape[1] > 100,
+    "float less than size": lambda x, n: n > 30.5,
+    "assigned back": lambda x, n: (n := 0.25 * n) > 7.5,
+    "in a function": lambda x, n: half_of(n) > 15,
+    "a call of float": lambda x, n: float("0.5") * n > 15,
+    "numel of the shape": lambda x, n: x.shape.numel() > 8 * 30 * 4,
+    "numel of the size": lambda x, n: x.size().numel() > 8 * 30 * 4,
+    "key of a dict": lambda x, n: not {25: True}.get(n, False),
+    "element of a set": lambda x, n: n not in {25, 1000},
+    "values of a constant": lambda x, n: torch.arange(n).max().item() > 28,
+    "a constant": lambda x, n: torch.tensor(n).item() > 28,
+    "a list of a constant": lambda x, n: torch.arange(n).tolist()[-1] > 28,
+}  # fmt: skip
+"""Decisions by a length for which Python calls no method of the length."""
+
+
+class ByUnrecorded(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return (h.sin() if UNRECORDED[self.kind](x, x.shape[1]) else h.exp()).square().mean()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", UNRECORDED)
+def test_unrecorded_operations_on_sizes_are_guards(kind):
+    batches = [{"x": torch.randn(8, length, 4).double()} for length in (40, 64, 48, 25)]
+    derived = derived_and_traced(ByUnrecorded(kind).double(), "dp2", batches)
+    assert not derived[-1]
+
+
 @pytest.mark.parametrize(("calls", "new", "is_fulfilled"), [
     ([(4, 32), (8, 16), (2, 64)], (4, 20), False),  # the number of tokens is constant
     ([(4, 8), (8, 16), (6, 12)], (5, 12), False),  # the length is twice the number of samples

@@ -142,7 +142,7 @@ class EagerSemantics(TorchFunctionMode):
         tensors = list(tensors_in((args, kwargs)))
         self.check_unspent(tensors)
         check_criterion(func, tensors)
-        answer = self.known.answer((func, args, kwargs), tensors)
+        answer = self.sizes.with_constants(self.known.answer((func, args, kwargs), tensors))
         if answer is not UNKNOWN:
             return answer
         if func is Tensor.__bool__ and self.known.reads_buffers(args[0]):

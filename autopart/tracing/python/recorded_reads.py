@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopart.tracing.python.size_conditions import SizeConditions
+from autopart.tracing.python.unrecorded_sizes import Spot, check_operation, spots_of
+
 ALL_NAMES = "*"
 """Name that represents every attribute of an object.
 
@@ -65,10 +68,12 @@ class RecordedReads:
         of_holder: {id: (class or Python module, attributes read from it)}.
         of_globals: {id: (globals of a function, names read from them)}.
         of_cells: {id: (closure cell, name of its variable)}.
+        sizes: the record of operations on sizes of the current trace.
         changed: values that changed while the code ran, as {(`identity_of` the object, attribute)}.
     """
 
     def __init__(self) -> None:
+        self.sizes: SizeConditions | None = None
         self.of_type: dict[type, set[str]] = {}
         self.of_holder: dict[int, tuple[Any, set[str]]] = {}
         self.of_globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -77,6 +82,7 @@ class RecordedReads:
         self._values: dict[tuple[int, str], Hashable] = {}
         self._holders: dict[int, Any] = {}
         self._names: dict[int, tuple[types.CodeType, tuple[Name, ...]]] = {}
+        self._spots: dict[int, Mapping[int, Spot]] = {}
 
     def on_call(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         """Record the names that a called function reads, if it is the user's code or a torch layer."""
@@ -86,17 +92,24 @@ class RecordedReads:
             module = frame.f_globals.get("__name__")
             known = code, names_in(code) if is_watched(module) else ()
             self._names[id(code)] = known
-        if not known[1]:
+            self._spots[id(code)] = spots_of(code) if is_watched(module) else {}
+        watches_sizes = self.sizes is not None and bool(self._spots[id(code)])
+        if not known[1] and not watches_sizes:
             return None
         frame.f_trace_lines = False
+        frame.f_trace_opcodes = watches_sizes
         self._cells_of(frame)
         self._read(frame, known[1])
-        return self._on_return
+        return self._on_event
 
-    def _on_return(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if event == "return":
+    def _on_event(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if event == "opcode":
+            spot = self._spots[id(frame.f_code)].get(frame.f_lasti)
+            if spot is not None and self.sizes is not None:
+                check_operation(frame, spot, self.sizes)
+        elif event == "return":
             self._read(frame, self._names[id(frame.f_code)][1])
-        return self._on_return
+        return self._on_event
 
     def _read(self, frame: types.FrameType, names: tuple[Name, ...]) -> None:
         variables, own_globals = frame.f_locals, frame.f_globals
@@ -184,15 +197,19 @@ def record_reads() -> Iterator[RecordedReads]:
 
 
 @contextmanager
-def watched_frames() -> Iterator[None]:
+def watched_frames(sizes: SizeConditions | None = None) -> Iterator[None]:
     """Watch the frames of the user's code inside this `with` block. Without `record_reads`, does nothing.
 
     A debugger's trace function still runs.
+
+    Args:
+        sizes: record to which operations are added that sizes cannot record themselves.
     """
     reads, debugger = _Recording.reads, sys.gettrace()
     if reads is None:
         yield
         return
+    reads.sizes = sizes
     sys.settrace(reads.on_call if debugger is None else _with_debugger(reads, debugger))
     try:
         with _OutsideTorch():

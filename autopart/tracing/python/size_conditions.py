@@ -88,9 +88,21 @@ class SizeConditions(list[SizeCondition]):
         """Record that a number must be equal in all calls, because its later use cannot be recorded."""
         self.append(SizeCondition("eq", _expression(value), float(_plain(value)), True))
 
+    def with_constants(self, values: Any) -> Any:
+        """Return what Python reads from a constant tensor. Record that its numbers must be equal in all calls.
+
+        Such a number may depend on a size: `torch.arange(length).max().item()`.
+        """
+        if isinstance(values, list):
+            for value in values:
+                self.with_constants(value)
+        elif type(values) in (int, float):
+            self.record_equal(values)
+        return values
+
     def record_conversion(self, value: int | float, name: str, frame: FrameType) -> None:
         """Record that a frame converts a size to a plain `int` or `float`."""
-        if "/torch/" not in frame.f_code.co_filename:
+        if not _is_torch(frame):
             self.replace(frame, name)
             self.record_equal(value)
 
@@ -99,7 +111,12 @@ class TracedSize(int):
     """A size that Python read in a trace: an int that records operations in `conditions`."""
 
     conditions: SizeConditions
-    __hash__ = int.__hash__
+
+    def __hash__(self) -> int:
+        """Return the hash, and record the size: a dict or set that lacks it compares it with no key."""
+        if not _is_torch(sys._getframe(1)):
+            self.conditions.record_equal(self)
+        return int.__hash__(self)
 
     def __float__(self) -> float:
         self.conditions.record_conversion(self, "float", sys._getframe(1))
@@ -115,11 +132,20 @@ class TracedFloat(float):
 
     conditions: SizeConditions
     expression: Expression
-    __hash__ = float.__hash__
+
+    def __hash__(self) -> int:
+        """Return the hash, and record the number, as `TracedSize` does."""
+        if not _is_torch(sys._getframe(1)):
+            self.conditions.record_equal(self)
+        return float.__hash__(self)
 
     def is_integer(self) -> bool:
         """Return True if the float has an integer value, and record it."""
         return bool(_recorded("eq", self, self // 1))
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "autopart")
 
 
 def as_integer(value: TracedSize | TracedFloat) -> Any:
