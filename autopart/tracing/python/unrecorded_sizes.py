@@ -96,7 +96,7 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
             base, _ = pop(2)
             stack.append(StackEntry("item", None, (base,)))
         elif name == "CALL":
-            _, *arguments = pop(instruction.arg + 1)
+            _, *arguments = pop((instruction.arg or 0) + 1)
             if stack and stack[-1] is None:
                 stack.pop()
             stack.append(StackEntry("call", None, (_, *arguments)))
