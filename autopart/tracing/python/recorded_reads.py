@@ -97,7 +97,10 @@ class RecordedReads:
         if not known[1] and not watches_sizes:
             return None
         frame.f_trace_lines = False
-        frame.f_trace_opcodes = watches_sizes
+        if watches_sizes:
+            frame.f_trace_opcodes = True
+            if sys.version_info >= (3, 12):  # opcode events begin when the trace function is set again
+                sys.settrace(sys.gettrace())
         self._cells_of(frame)
         self._read(frame, known[1])
         return self._on_event
@@ -108,6 +111,9 @@ class RecordedReads:
             if spot is not None and self.sizes is not None:
                 check_operation(frame, spot, self.sizes)
         elif event == "return":
+            if self.sizes is not None:  # again: Python 3.13 may have sent no opcode events
+                for spot in self._spots[id(frame.f_code)].values():
+                    check_operation(frame, spot, self.sizes)
             self._read(frame, self._names[id(frame.f_code)][1])
         return self._on_event
 

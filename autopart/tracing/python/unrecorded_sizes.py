@@ -12,6 +12,7 @@ import dis
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -75,8 +76,11 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
             continue
         if name == "LOAD_CONST":
             stack.append(StackEntry("const", value))
-        elif name in ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF"):
-            stack.append(StackEntry("local", value))
+        elif name.startswith("LOAD_FAST") or name == "LOAD_DEREF":
+            stack += [StackEntry("local", one) for one in (value if isinstance(value, tuple) else (value,))]
+        elif name == "STORE_FAST_LOAD_FAST":
+            pop(1)
+            stack.append(StackEntry("local", value[1]))
         elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
             stack += [None] * (name == "LOAD_GLOBAL" and "NULL" in instruction.argrepr)
             stack.append(StackEntry("global", value))
@@ -86,20 +90,22 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
                 spots[instruction.offset] = Spot(None, tensor)
             stack += [None] * (name == "LOAD_METHOD" or "NULL" in instruction.argrepr)
             stack.append(StackEntry("attribute", value, (base,)))
+        elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
+            base, _ = pop(2)
+            stack.append(StackEntry("item", None, (base,)))
         elif name in ("BINARY_OP", "COMPARE_OP"):
             left, right = pop(2)
             if left is not None and right is not None and right.kind != "const":
                 spots[instruction.offset] = Spot(left, right)
             symbol = instruction.argrepr.rstrip("=") if name == "BINARY_OP" else ""
             stack.append(StackEntry("binary", symbol, (left, right)))
-        elif name == "BINARY_SUBSCR":
-            base, _ = pop(2)
-            stack.append(StackEntry("item", None, (base,)))
         elif name == "CALL":
             _, *arguments = pop((instruction.arg or 0) + 1)
             if stack and stack[-1] is None:
                 stack.pop()
             stack.append(StackEntry("call", None, (_, *arguments)))
+        elif name == "PUSH_NULL":  # since Python 3.13, after the callable
+            stack.insert(max(0, len(stack) - (sys.version_info >= (3, 13))), None)
         elif name in ("SWAP", "COPY"):
             stack.clear()
         else:
