@@ -117,9 +117,9 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
 
 
 def _note_host(graph: fx.Graph) -> None:
-    """Mark values that the model keeps on the CPU with `on_host`, if the model runs on a GPU.
+    """If the model runs on a GPU, set `on_host` on the values that the model keeps on the CPU.
 
-    Random numbers are included. The generated program creates these values on the CPU too.
+    These include random numbers that the model draws there. The generated program creates these values on the CPU too.
     """
     devices = {node: value(node).device.type for node in graph.nodes if is_tensor(node)}
     if "cuda" in devices.values():

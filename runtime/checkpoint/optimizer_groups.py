@@ -56,7 +56,9 @@ def _on_host(value: Any) -> Any:
 
 
 def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
-    """Merge groups of all stages that have the same index. Raises CheckpointError if options differ."""
+    """Merge the optimizer groups of all stages: groups with equal index become one.
+
+    Raises CheckpointError if their options differ."""
     counts = [len(groups) for groups in stages]
     are_equal = len(set(counts)) == 1 and all(
         _same_options(group, first) for groups in stages for group, first in zip(groups, stages[0], strict=True)

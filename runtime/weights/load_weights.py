@@ -363,7 +363,7 @@ def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Mo
         return meta_copy_of(model, [name for name, _ in model.named_parameters(remove_duplicate=False)], twins)
     except CannotCopy as error:
         raise CheckpointError(
-            f"{type(model).__name__} cannot be partitioned without its values", why=str(error),
+            f"{type(model).__name__} cannot be partitioned without the values of its parameters", why=str(error),
             hint="load weights into the model before parallelize(), and leave weights= out",
         ) from None  # fmt: skip
 

@@ -112,7 +112,10 @@ def _check(fn: Any, model: Any, options: Mapping[str, Any]) -> None:
     if not callable(fn):
         raise InputError(f"fn={fn!r:.40} is not a training function", hint="def fn(model, batches): ...")
     if not isinstance(model, nn.Module):
-        raise InputError(f"model={model!r:.40} is not an nn.Module", hint="the model before parallelize()")
+        raise InputError(
+            f"model={model!r:.40} is not an nn.Module",
+            hint="the nn.Module, before parallelize()",
+        )
     check_weights(model)
     if dist.is_initialized():
         raise RuntimeSetupError("verify_loop() starts its own ranks", why="this process is a rank already",

@@ -63,8 +63,8 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
         raise TraceError(
             f"{name} writes to its trained parameter '{parameter}' in its forward", refusal=Refusal.WRITE, why=why,
             where=describe(new),
-            hint="change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before "
-            "forward() reads it",
+            hint="change it outside forward(), after optimizer.step(); in forward(), only by clamp_, mul_ and other "
+            "elementwise operations before its first use",
         )  # fmt: skip
     change = _part_of(graph, [weight], new)
     new.replace_all_uses_with(weight)
