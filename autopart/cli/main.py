@@ -25,7 +25,7 @@ from autopart.common.text import indented
 from autopart.errors import OptionError, PlanError
 from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
 from autopart.plans.headlines import headlines
-from autopart.plans.plan import WRITABLE, Plan, schema
+from autopart.plans.plan import SETTINGS, WRITABLE, Plan, schema
 from autopart.show.nodes import node_lines
 
 
@@ -182,6 +182,22 @@ def simulate(path: str, trace: str | None, as_json: bool) -> None:
     if trace is not None:
         simulation.save_trace(trace)
     tell(as_json, simulation.as_data(), str(simulation))
+
+
+@main.command()
+@click.argument("path", metavar="PLAN.JSON")
+@click.argument("setting", type=click.Choice(SETTINGS))
+@JSON
+@reports_errors
+def why(path: str, setting: str, as_json: bool) -> None:
+    """Explain a setting of a plan: its predicted step, and that of the alternatives.
+
+    \b
+    Example:
+      autopart why plan.json schedule
+    """
+    answer = Plan.load(path).why(setting)
+    tell(as_json, asdict(answer), str(answer))
 
 
 @main.command()

@@ -75,7 +75,10 @@ def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Te
 
 
 def _sizes(counts: Tensor, rows: Tensor) -> list[int]:
-    """Return the number of rows of each local expert, and last the total of all other experts. Waits for the GPU."""
+    """Return the number of rows of each local expert, and last of all other experts together.
+
+    Waits for the GPU.
+    """
     sizes: list[int] = counts.tolist()
     return [*sizes, rows.numel() - sum(sizes)]
 

@@ -29,6 +29,7 @@ from autopart.ir.run.schedules import Schedule
 from autopart.ir.run.sync_option import ALL_REDUCE
 from autopart.plans.figure_errors import reading_figures
 from autopart.plans.headlines import headlines
+from autopart.plans.why import SETTINGS, Why
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,33 +60,6 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
     return tuple(map("|".join, ([axis.name for axis in axes], [joined, *chosen], chosen)))
-
-
-@dataclass(frozen=True, repr=False)
-class Why(ShownAsText):
-    """Explanation of one choice in a plan, with the costs of the alternatives, to be printed.
-
-    Attributes:
-        price_s: by how many seconds the second-best choice makes a step longer.
-        others: {alternative: its cost as text}.
-        collectives: names of the collectives next to the operator in the graph.
-        where: source lines of the model.
-    """
-
-    subject: str
-    chosen: str
-    reason: str
-    runner_up: str = ""
-    price_s: float = 0.0
-    others: Mapping[str, str] = field(default_factory=dict)
-    collectives: tuple[str, ...] = ()
-    where: str = ""
-
-    def __str__(self) -> str:
-        rows = [("because", self.reason), *(("else", f"{other}: {price}") for other, price in self.others.items())]
-        rows += [("moves", ", ".join(self.collectives)), ("where", self.where)]
-        lines = [f"{self.subject}: {self.chosen}", *(f"  {label:<9}{text}" for label, text in rows if text)]
-        return "\n".join(lines)
 
 
 class Explainer(Protocol):
@@ -262,16 +236,25 @@ class Plan(ShownAsText):
             return diff(self, other)
 
     def why(self, name: str) -> Why:
-        """Explain the layout of a parameter, module, operator or collective, with the second-best choice.
+        """Explain a setting of the plan, or the layout of a parameter, module, operator or collective.
+
+        The answer has the price of the alternatives. Settings are answered for plans from files, too.
 
         Args:
-            name: a name of the model or of `explain` (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), a
-                collective of the generated graphs (`all_reduce_3`), or `dp_sync` for gradient synchronization.
-        Raises OptionError for an unknown name, PlanError for a plan that was read from a file.
+            name: `mesh`, `schedule`, `microbatches` or `zero`; a name of the model or of `explain`
+                (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`); a collective of the generated graphs
+                (`all_reduce_3`); or `dp_sync` for gradient synchronization.
+        Raises OptionError for an unknown name, PlanError for the layouts of a plan that was read from a file.
 
         Example:
+            >>> print(plan.why("schedule"))                      # doctest: +SKIP
             >>> print(plan.why("model.layers.0.mlp.up_proj"))    # doctest: +SKIP
         """
+        if name in SETTINGS:
+            from autopart.show.setting_reasons import why_setting
+
+            with reading_figures(self):
+                return why_setting(self, name)
         return self._reasons().why(name)
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
@@ -287,8 +270,9 @@ class Plan(ShownAsText):
     def _reasons(self) -> Explainer:
         if self.reasons is None:
             raise PlanError(
-                "a plan that was read from a file has no alternatives", why="only a plan that autopart.plan has just "
-                "made has the costs of other choices", hint="autopart.plan(model, mesh, pins=...).why(...)",
+                "a plan that was read from a file has no alternatives of layouts", why="only a plan that autopart.plan "
+                "has just made has their costs",
+                hint=f"autopart.plan(model, mesh, pins=...).why(...), or why() of a setting: {', '.join(SETTINGS)}",
             )  # fmt: skip
         return self.reasons
 

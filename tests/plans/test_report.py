@@ -83,6 +83,23 @@ def test_a_suggestion_is_what_a_plan_predicts(plan):
     assert row.gain == pytest.approx(1 - row.step_time_s / plan.cost["step_time_s"], rel=1e-9)
 
 
+def test_why_of_a_setting_has_the_price_of_every_alternative(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")  # no model is needed
+    why = again.why("schedule")
+    assert why.chosen == "1f1b" and "schedule='gpipe'" in why.others and why.runner_up in why.others
+    gpipe = autopart.plan(zoo.gpt2()[0], "pp2,tp2", example_kwargs=zoo.gpt2()[1], schedule="gpipe",
+                          microbatches=plan.schedule.microbatches)  # fmt: skip
+    assert why.others["schedule='gpipe'"].startswith(quantity(gpipe.cost["step_time_s"], "s") + " (")
+    for setting, value in (("mesh", "pp2,tp2"), ("zero", "0"), ("microbatches", str(plan.schedule.microbatches))):
+        assert again.why(setting).chosen == value and "on the fullest rank" in again.why(setting).reason
+    assert "no other value can be predicted" in again.why("zero").reason
+    result = CliRunner().invoke(main, ["why", str(tmp_path / "plan.json"), "schedule"])
+    assert result.exit_code == 0 and result.output.startswith("schedule: 1f1b\n  because"), result.output
+    with pytest.raises(autopart.AutopartError, match="no alternatives of layouts"):
+        again.why("transformer.h.0.mlp.c_fc")
+
+
 def test_a_plan_that_does_not_fit_gets_changes_that_fit(plan):
     needed = max(row["total"] for row in plan.memory)
     small = replace(plan, cost={**plan.cost, "device_memory_bytes": 0.97 * needed})

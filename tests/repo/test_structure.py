@@ -94,7 +94,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 # What a plan can be asked for is made above it: imported inside the methods that give it.
 LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.formula.plan_cost")}
 LATE_IMPORTS |= {("autopart.integrations.lightning", "autopart.api")}  # a strategy partitions the model itself
-LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "report.page")}
+LATE_IMPORTS |= {
+    ("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "report.page", "setting_reasons")
+}
 # Imported before a command is known, or to show a plan: torch takes seconds.
 WITHOUT_TORCH = (
     "autopart",

@@ -75,7 +75,7 @@ def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
     if missing:
         raise CheckpointError(
             f"the dp_sync state to load has no '{missing[0]}'", why=f"dp_sync='{sync.sync}' needs it",
-            hint="load the state of a run with the same dp_sync, or load no dp_sync state: the methods then start anew",
+            hint="load the state of a run with the same dp_sync, or load no dp_sync state at all",
         )  # fmt: skip
     sync.steps, sync.updates = int(saved["steps"]), int(saved["updates"])
     sync.state = {}

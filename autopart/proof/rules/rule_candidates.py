@@ -258,7 +258,7 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Return {argument of an operator: function that changes its integers from the full tensor to a shard}."""
+    """Return {argument of an operator: function that scales its integers from full tensor to shard}."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 

@@ -34,7 +34,7 @@ from autopart.passes.choose.solve.sharding_costs import (
 )
 from autopart.passes.choose.storage.parameter_storage import Storage
 from autopart.plans.pins import Pins
-from autopart.plans.plan import Why
+from autopart.plans.why import Why
 
 Solved = tuple[ShardingProblem, Sharding]
 
