@@ -27,8 +27,8 @@ class Save:
         step: number of the step.
     """
 
-    def __init__(self, folder: Path, step: int, future: Future[Any]):
-        self.folder, self.step, self._future = folder, step, future
+    def __init__(self, folder: Path, step: int, future: Future[Any], part: Path | None = None):
+        self.folder, self.step, self._future, self._part = folder, step, future, part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Save:
         return self
@@ -42,6 +42,8 @@ class Save:
         try:
             self._future.result()
         except BaseException as error:  # DCP's exception is no Exception
+            if self._part is not None:  # the callback of the future may run after this
+                shutil.rmtree(self._part, ignore_errors=True)
             raise _as_error(error, self.folder) from error
         return self.folder
 
@@ -82,7 +84,7 @@ def begin_save(
         )
         assert isinstance(started, Future)
         future = started
-    save = Save(final, index.step, future)
+    save = Save(final, index.step, future, part if is_first else None)
     if is_first:
         future.add_done_callback(lambda done: _clean_up(done, part, None if wait else final))
     if wait:

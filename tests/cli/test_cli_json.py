@@ -47,7 +47,10 @@ def plan_file(tmp_path_factory):
 
 
 def test_every_command_has_it():
-    for name, command in main.commands.items():
+    groups = [command.commands for command in main.commands.values() if isinstance(command, click.Group)]
+    plain = {name: command for name, command in main.commands.items() if not isinstance(command, click.Group)}
+    assert groups, "autopart checkpoint"
+    for name, command in [pair for commands in (plain, *groups) for pair in commands.items()]:
         assert any("--json" in parameter.opts for parameter in command.params), name
 
 

@@ -218,7 +218,8 @@ def test_what_falls_short_is_said():
     assert "StageError: the batch cannot be cut: it mixes (1): bad (dp2)" in text
     assert "bmm (1): slow (30.0%)" in text and "`aten::topk` | 1" in text and "needs a library (1): other" in text
     assert "| bad | C | tp2; tp4; pp2; pp2,tp2; dp2,pp2,tp2 | no | - |" in text
-    assert "| good | C | all six | yes |" in text and "(`cp2`) 1 of 2 are exact" in text and "(`ep2`) 0 of 0" in text
+    assert "| good | C | all six | yes |" in text and "sequence, 1 of 2 architectures" in text
+    assert "On `ep2`, which shards experts, 0 of 0 architectures with experts are exact" in text
     assert "has nothing to shard" not in text and "bad (cp2)" in text
 
 

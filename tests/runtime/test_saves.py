@@ -203,6 +203,7 @@ def keeps_complete_ones(folder: str) -> None:
             pm.save(folder, optimizer=optimizer)  # waits for the one before
     torch.distributed.barrier()  # the first rank deletes what was written
     assert sorted(path.name for path in Path(folder).iterdir()) == names
+    torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         Path(folder, "step-00000009").mkdir()
         Path(folder, ".step-00000010.0123456789abcdef.part").mkdir()
