@@ -344,8 +344,8 @@ def test_other_changes_of_trained_weights_are_refused(name):
     assert first == f"{type(model).__name__} writes to its trained parameter '{parameter}' in its forward"
     assert second == f"  why    {why}" and "test_written_parameters.py" in where
     assert hint == (
-        "  try    change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before "
-        "forward() reads it"
+        "  try    change it outside forward(), after optimizer.step(); in forward(), only by clamp_, mul_ and other "
+        "elementwise operations before its first use"
     )
 
 
