@@ -40,6 +40,16 @@ def test_the_least_cost_is_found(problem):
         assert abs(cost_of(costs, tables, found.chosen) - least) < 1e-6 and found.gap <= 1e-6
 
 
+def test_dropped_options_are_never_needed():
+    """In complete graphs, no variable has few neighbours, so that options are dropped first."""
+    for seed in range(60):
+        random_numbers = np.random.default_rng(seed)
+        costs = [random_numbers.integers(0, 6, 3).astype(float) for _ in range(5)]
+        tables = [(a, b, random_numbers.integers(0, 3, (3, 3)).astype(float)) for a in range(5) for b in range(a)]
+        found = pairs_of(costs, tables).solve(True)
+        assert abs(found.cost - least_cost(costs, tables)) < 1e-6, seed
+
+
 # --- the problem of a model ----------------------------------------------------------------------------------------
 
 CASES = {
