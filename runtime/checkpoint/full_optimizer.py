@@ -6,7 +6,7 @@ The format is as returned by `torch.distributed.checkpoint.state_dict.get_optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
-from autopart.runtime.shards.shard_owners import parameters_of, shard_info_of
+from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, shard_info_of
 from autopart.runtime.shards.shard_state import gather
 from autopart.tracing.meta_copy import Source
 
@@ -129,25 +129,46 @@ def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Prog
     """Implement `ParallelModule.load_full_optimizer_state_dict`."""
     first = canonical_names(program, model)
     _check_format(full, first)
-    group_by_name = {first[name]: index for index, group in enumerate(full["param_groups"]) for name in group[PARAMS]}
     state_by_name = {first[name]: values for name, values in full["state"].items()}
+
+    def state_of(parameter: Tensor, shard_info: ShardInfo) -> dict[str, Any] | None:
+        values = state_by_name.get(first[shard_info.name])
+        if values is None:
+            return None
+        return {key: _copied(local_state(optimizer, key, value, parameter, shard_info))
+                for key, value in values.items()}  # fmt: skip
+
+    load_by_name(optimizer, full["param_groups"], first, state_of)
+
+
+def load_by_name(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], first: Mapping[str, str],
+    state_of: Callable[[Tensor, ShardInfo], Mapping[str, Any] | None],
+) -> dict[int, Any]:  # fmt: skip
+    """Load groups that are keyed by parameter names, and state. Return {index of a parameter: its loaded state}.
+
+    Raises CheckpointError if the saved groups do not match the groups of the optimizer.
+
+    Args:
+        saved: the saved groups.
+        first: {name of a parameter: its first name in the model}.
+        state_of: function that returns the state to load for a parameter; None if it has no state.
+    """
+    group_by_name = {first[name]: index for index, group in enumerate(saved) for name in group[PARAMS]}
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     count = 0
     for index, group in enumerate(optimizer.param_groups):
         names = group_of(group, first.__getitem__).names
-        options = _options(index, group, names, group_by_name, full["param_groups"])
+        options = _options(index, group, names, group_by_name, saved)
         groups.append({**options, PARAMS: list(range(count, count + len(group[PARAMS])))})
         for position, parameter in enumerate(group[PARAMS], start=count):
             shard_info = shard_info_of(parameter)
-            if shard_info is not None and first[shard_info.name] in state_by_name:
-                values = state_by_name[first[shard_info.name]]
-                state[position] = {
-                    key: _copied(local_state(optimizer, key, value, parameter, shard_info))
-                    for key, value in values.items()
-                }
+            if shard_info is not None and (loaded := state_of(parameter, shard_info)) is not None:
+                state[position] = loaded
         count += len(group[PARAMS])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return state
 
 
 def _copied(value: Any) -> Any:
@@ -180,7 +201,7 @@ def _options(
     group: Mapping[str, Any],
     names: list[str],
     group_by_name: Mapping[str, int],
-    saved: list[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the options (such as the learning rate) to load into an optimizer's group.
 

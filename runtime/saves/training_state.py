@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
+from autopart.runtime.checkpoint.full_optimizer import load_by_name
 from autopart.runtime.checkpoint.optimizer_groups import PARAM_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
 from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, shard_offsets_of, to_plain
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
@@ -195,21 +196,7 @@ def load_optimizers(
             tensor = tensor.to_local()[0] if tensor.shape[0] == 1 else tensor.to_local().mean(0)
         by_parameter.setdefault(parameter_name, {})[key] = tensor
     for optimizer, saved in zip(optimizers, values["optimizer groups"], strict=True):
-        group_by_name = {name: group for group in saved for name in group[PARAMS]}
-        state: dict[int, Any] = {}
-        groups, count = [], 0
-        for index, group in enumerate(optimizer.param_groups):
-            names = group_of(group, first.__getitem__).names
-            source = group_by_name[names[0]] if names else saved[index] if index < len(saved) else group
-            options = {key: value for key, value in source.items() if key not in (PARAMS, PARAM_NAMES)}
-            labels = {PARAM_NAMES: group[PARAM_NAMES]} if PARAM_NAMES in group else {}
-            groups.append({**options, **labels, PARAMS: list(range(count, count + len(group[PARAMS])))})
-            for position, parameter in enumerate(group[PARAMS], start=count):
-                shard_info = shard_info_of(parameter)
-                if shard_info is not None and first[shard_info.name] in by_parameter:
-                    state[position] = by_parameter[first[shard_info.name]]
-            count += len(group[PARAMS])
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        state = load_by_name(optimizer, saved, first, lambda _, shard_info: by_parameter.get(first[shard_info.name]))
         restore_dtypes(optimizer, state)
 
 
