@@ -12,6 +12,7 @@ from autopart.common.progress import phase
 from autopart.common.text import quantity
 from autopart.errors import CheckpointError
 from autopart.runtime.saves.checkpoint_index import (
+    INDEX_FILE,
     CheckpointIndex,
     digest_problems,
     printable,
@@ -131,7 +132,7 @@ def convert(source: str, target: str, as_json: bool) -> None:
 def _save_at(path: str) -> Path:
     """Return the folder of a save: `path`, or the last complete save in it."""
     folder = Path(path)
-    if (folder / "index.json").is_file():
+    if (folder / INDEX_FILE).is_file():
         return folder
     complete = complete_in(folder)
     if not complete:

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from autopart.common.files import write_whole
 from autopart.common.text import TEXT_WIDTH, ShownAsText, quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import time_s
@@ -127,7 +128,7 @@ class Simulation(ShownAsText):
             >>> autopart.simulate(plan).save_trace("step.json")    # doctest: +SKIP
         """
         try:
-            Path(path).write_text(json.dumps(chrome_trace(self.timeline)), encoding="utf-8")
+            write_whole(Path(path), json.dumps(chrome_trace(self.timeline)))
         except OSError as error:
             raise OptionError(f"cannot write the trace to {path}", why=error.strerror or str(error)) from error
 

@@ -223,6 +223,14 @@ def digest_in_file(file: Any, offset: int, length: int) -> str:
     return digest.hexdigest()
 
 
+def read_file(folder: Path, file: SavedFile) -> bytes:
+    """Return the content of a file of a save. Raises CheckpointError if its bytes have changed."""
+    data = (folder / file.name).read_bytes()[: file.size_bytes]
+    if digest_of(data) != file.digest:
+        raise CheckpointError(f"{file.name} has changed since it was written")
+    return data
+
+
 def size_problems(folder: Path, index: CheckpointIndex) -> list[str]:
     """Return one text for each file of a save that is missing or too short."""
     ends = {file.name: file.size_bytes for file in index.files.values()}
@@ -244,8 +252,10 @@ def size_problems(folder: Path, index: CheckpointIndex) -> list[str]:
 def digest_problems(folder: Path, index: CheckpointIndex) -> Iterator[str]:
     """Read all bytes of a save. Yield one text for each tensor or file whose bytes have changed."""
     for file in index.files.values():
-        if digest_of((folder / file.name).read_bytes()[: file.size_bytes]) != file.digest:
-            yield f"{file.name} has changed since it was written"
+        try:
+            read_file(folder, file)
+        except CheckpointError as error:
+            yield str(error)
     by_file: dict[str, list[tuple[str, SavedChunk]]] = {}
     for name, entry in index.entries.items():
         for chunk in entry.chunks:

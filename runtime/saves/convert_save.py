@@ -14,7 +14,7 @@ from autopart.errors import CheckpointError
 from autopart.plans.rank_digest import autopart_version
 from autopart.runtime.checkpoint.pretrained_folder import SavedTensor, files_of, write_file, write_index
 from autopart.runtime.checkpoint.saved_shard import connect_checkpoints
-from autopart.runtime.saves.checkpoint_index import CONFIG_FILE, STATE_FILE, CheckpointIndex, read_index
+from autopart.runtime.saves.checkpoint_index import CONFIG_FILE, STATE_FILE, CheckpointIndex, read_file, read_index
 from autopart.runtime.saves.step_folders import commit, new_names
 from autopart.runtime.saves.training_state import MODEL, VALUES, packed
 from autopart.runtime.weights.safetensors_files import SINGLE, SafetensorsFiles
@@ -47,7 +47,7 @@ def to_safetensors(folder: Path, target: Path) -> int:
         placed |= {name[len(MODEL) :]: names[-1] for name in values}
     write_index(target, names, placed, sum(one.size_bytes for one in tensors))
     if CONFIG_FILE in index.files:
-        write_whole(target / CONFIG_FILE, (folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        write_whole(target / CONFIG_FILE, read_file(folder, index.files[CONFIG_FILE]).decode())
     return len(entries)
 
 

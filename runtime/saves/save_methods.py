@@ -32,6 +32,7 @@ from autopart.runtime.saves.checkpoint_index import (
     digest_of,
     printable,
     problem_error,
+    read_file,
     read_index,
     size_problems,
 )
@@ -279,12 +280,8 @@ class SaveMethods:
             index = read_index(path)
             problems = size_problems(path, index)
             if not problems:
-                data = (path / STATE_FILE).read_bytes()
-                if digest_of(data[: index.files[STATE_FILE].size_bytes]) != index.files[STATE_FILE].digest:
-                    problems = [f"{STATE_FILE} has changed since it was written"]
-                else:
-                    values = unpacked(data, STATE_FILE)
-                    problems = [f"{STATE_FILE} has no '{key}'" for key in VALUES if key not in values]
+                values = unpacked(read_file(path, index.files[STATE_FILE]), STATE_FILE)
+                problems = [f"{STATE_FILE} has no '{key}'" for key in VALUES if key not in values]
         except (OSError, CheckpointError) as error:
             problems = [str(error).replace("\n", "; ")]
         self._raise_problems(path, problems)

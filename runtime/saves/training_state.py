@@ -170,14 +170,19 @@ def optimizer_targets(
                 continue
             place = shard_offsets_of(shard_info)
             for name, entry in by_parameter.get(first[shard_info.name], ()):
-                dtype = getattr(torch, entry.dtype)
                 if is_by_data_rank and entry.shape[1:] == place.shape and place.shape:
                     targets[name] = of_all_data_ranks(entry, shard_info)
-                elif entry.shape == place.shape and entry.shape:
-                    targets[name] = ShardTensor(torch.empty(place.local_shape, dtype=dtype), place)
                 else:
-                    targets[name] = torch.empty(entry.shape, dtype=dtype)
+                    targets[name] = target_of(entry, place)
     return targets
+
+
+def target_of(entry: SavedEntry, place: ShardOffsets) -> Tensor:
+    """Return an empty tensor for a saved value of a parameter: a shard if it has the parameter's shape."""
+    dtype = getattr(torch, entry.dtype)
+    if entry.shape == place.shape and entry.shape:
+        return ShardTensor(torch.empty(place.local_shape, dtype=dtype), place)
+    return torch.empty(entry.shape, dtype=dtype)
 
 
 def load_optimizers(

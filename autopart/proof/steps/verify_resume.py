@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.common.progress import phase
+from autopart.common.text import ShownAsText
 from autopart.errors import InputError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
@@ -23,10 +24,10 @@ from autopart.proof.comparison import relative
 from autopart.proof.steps.lockstep_steps import AllRanks, SingleDeviceTraining, TracedBatches, restore_state
 from autopart.proof.steps.training_options import MakeOptimizer, Training, read_training
 from autopart.proof.verify import VerificationRun
-from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, connect_checkpoints
+from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, connect_checkpoints, to_plain
 from autopart.runtime.optimizers.full_tensor_update import StateByName
 from autopart.runtime.saves.checkpoint_index import STATE_FILE, CheckpointIndex, read_index
-from autopart.runtime.saves.training_state import MODEL, STATE, packed, unpacked
+from autopart.runtime.saves.training_state import MODEL, STATE, packed, target_of, unpacked
 from autopart.runtime.shards.shard_state import splits_at
 from autopart.tracing.trace_model import bind_call
 
@@ -34,8 +35,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Shards = Mapping[int, Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class ResumeVerification:
+@dataclass(frozen=True, repr=False)
+class ResumeVerification(ShownAsText):
     """Result of `verify_resume`. `str()` of it is a readable report.
 
     Attributes:
@@ -209,13 +210,8 @@ def _load(ranks: AllRanks, path: Path) -> None:
             targets[MODEL + name] = ShardTensor(torch.empty_like(parameter.detach()), place)
             state = {key[len(prefix) :]: value for key, value in others.items() if key.startswith(prefix)}
             for key in (key for key in index.entries if key.startswith(prefix)):
-                entry = index.entries[key]
-                is_sharded = entry.shape == place.shape and bool(entry.shape)
-                values = torch.empty(
-                    place.local_shape if is_sharded else entry.shape, dtype=getattr(torch, entry.dtype)
-                )
-                targets[key] = ShardTensor(values, place) if is_sharded else values
-                state[key[len(prefix) :]] = values
+                targets[key] = target_of(index.entries[key], place)
+                state[key[len(prefix) :]] = to_plain(targets[key])
             if state:
                 states[rank][name] = state
         read_shards(path, index, targets)

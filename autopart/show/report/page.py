@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from autopart.common.files import write_whole
 from autopart.errors import OptionError
 from autopart.show.report.report_data import comparison, plan_data
 
@@ -55,7 +56,7 @@ def write(plans: Sequence[Plan] | Mapping[str, Plan], path: str | Path, graphs: 
     named = plans if isinstance(plans, Mapping) else {str(plan.mesh_object()): plan for plan in plans}
     text = page(named, graphs)
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
     except OSError as error:
         raise OptionError(f"cannot write the report to {path}", why=error.strerror or str(error)) from error
 
