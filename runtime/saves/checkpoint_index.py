@@ -138,27 +138,27 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def _text(value: Any, name: str, check: Check) -> str:
-    check(isinstance(value, str) and len(value) <= 10_000, f"'{shortened(name)}' is no text")
+    check(isinstance(value, str) and len(value) <= 10_000, f"'{shortened(name)}' is not a string")
     return str(value)
 
 
 def _texts(value: Any, name: str, check: Check) -> list[str]:
-    check(isinstance(value, list), f"'{name}' is no list")
+    check(isinstance(value, list), f"'{name}' is not a list")
     return [_text(entry, name, check) for entry in value]
 
 
 def _whole(value: Any, name: str, check: Check) -> int:
-    check(type(value) is int and 0 <= value < LARGEST, f"'{shortened(name)}' is no number from 0 to {LARGEST}")
+    check(type(value) is int and 0 <= value < LARGEST, f"'{shortened(name)}' is not an integer from 0 to {LARGEST}")
     return int(value)
 
 
 def _pairs(value: Any, name: str, check: Check) -> list[tuple[str, Any]]:
-    check(isinstance(value, dict), f"'{name}' is no object")
+    check(isinstance(value, dict), f"'{name}' is not a JSON object")
     return list(value.items())
 
 
 def _sizes(value: Any, name: str, check: Check) -> tuple[int, ...]:
-    check(isinstance(value, list) and len(value) <= 64, f"a shape of '{shortened(name)}' is no list of sizes")
+    check(isinstance(value, list) and len(value) <= 64, f"a shape of '{shortened(name)}' is not a list of sizes")
     sizes = tuple(_whole(size, name, check) for size in value)
     check(math.prod(sizes) < LARGEST, f"'{shortened(name)}' is too large")
     return sizes
@@ -179,7 +179,7 @@ def _file_name(value: Any, name: str, check: Check) -> str:
 
 def _digest(fields: Mapping[str, Any], name: str, check: Check) -> str:
     digest = fields.get("digest")
-    check(isinstance(digest, str) and len(digest) == 32, f"'{shortened(name)}' has no digest of 32 digits")
+    check(isinstance(digest, str) and len(digest) == 32, f"'{shortened(name)}' has no checksum of 32 digits")
     return str(digest)
 
 

@@ -121,7 +121,7 @@ class SaveMethods:
             pm.save("run", optimizer=optimizer, scheduler=scheduler, wait=False, keep=2)
         """
         if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise OptionError(f"keep={keep!r} is no number of saves", hint="keep=2")
+            raise OptionError(f"keep={keep!r} is not a number of saves", hint="keep=2")
         self._in_flight.check_landed("save()")
         self._finish_save()
         program, process, parent = self._traced("save()"), self._process, Path(folder)

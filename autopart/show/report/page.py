@@ -11,6 +11,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from autopart.common.files import write_whole
+from autopart.cost.predict.simulate import simulate
 from autopart.errors import OptionError
 from autopart.show.report.report_data import comparison, plan_data
 
@@ -39,11 +40,12 @@ def page(plans: Mapping[str, Plan], graphs: Mapping[str, fx.GraphModule] | None 
 
     Raises PlanError for a plan without `timing`.
     """
-    shown = [plan_data(label, plan) for label, plan in plans.items()]
+    steps = [(label, plan, simulate(plan)) for label, plan in plans.items()]
+    shown = [plan_data(*step) for step in steps]
     shown[0]["graphs"] = [
         {"title": title, "text": graph.print_readable(print_output=False)} for title, graph in (graphs or {}).items()
     ]
-    data = {"plans": shown, "comparison": comparison(list(plans.items()))}
+    data = {"plans": shown, "comparison": comparison(steps)}
     title = "; ".join(str(row["title"]) for row in shown)
     return _PAGE.substitute(
         title=escape(title), style=_asset("report.css"), data=_embedded(data), library=_asset("echarts.min.js"),

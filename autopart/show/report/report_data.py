@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopart.common.text import quantity
-from autopart.cost.predict.simulate import Simulation, simulate
+from autopart.cost.predict.simulate import Simulation
 from autopart.cost.predict.step_trace import ACTION_NAMES
 from autopart.errors import AutopartError
 from autopart.ir.run.report_terms import MEMORY_KINDS
@@ -29,9 +29,8 @@ WAITING = "idle"
 """Kind of time, in the parts of a step, in which a rank waits for other ranks."""
 
 
-def plan_data(label: str, plan: Plan) -> dict[str, Any]:
-    """Return all data of one plan for the report."""
-    step = simulate(plan)
+def plan_data(label: str, plan: Plan, step: Simulation) -> dict[str, Any]:
+    """Return all data of one plan and its simulated step for the report."""
     return {
         "label": label,
         "title": f"{plan.model.get('class', 'a model')} on {plan.mesh_object()}",
@@ -57,11 +56,10 @@ def plan_data(label: str, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def comparison(plans: Sequence[tuple[str, Plan]]) -> dict[str, Any] | None:
+def comparison(steps: Sequence[tuple[str, Plan, Simulation]]) -> dict[str, Any] | None:
     """Return one row of figures per plan, and the differences of the first two plans; None for one plan."""
-    if len(plans) < 2:
+    if len(steps) < 2:
         return None
-    steps = [(label, plan, simulate(plan)) for label, plan in plans]
     kinds = list(dict.fromkeys(kind for _, _, step in steps for kind in step.parts))
     best = min(step.step_time_s for _, _, step in steps)
     rows = [
@@ -70,7 +68,7 @@ def comparison(plans: Sequence[tuple[str, Plan]]) -> dict[str, Any] | None:
          "bubble": step.bubble_fraction, "memory": fit_text(plan), "parts": [step.parts.get(k, 0.0) for k in kinds]}
         for label, plan, step in steps
     ]  # fmt: skip
-    (first, a), (second, b) = plans[:2]
+    (first, a, _), (second, b, _) = steps[:2]
     return {"rows": rows, "kinds": kinds, "diff": str(diff(a, b).table(first, second))}
 
 
@@ -205,21 +203,20 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _by_block(entries: Mapping[str, Mapping[str, Any]], names: Iterable[str], separator: str) -> dict[str, list[Any]]:
+def _by_block(entries: Mapping[str, Mapping[str, Any]], names: Collection[str], separator: str) -> dict[str, list[Any]]:
     """Return {block: [[name, {axis: placements}], ...]} of operators or parameters."""
-    known, result = {*names}, dict[str, list[Any]]()
+    result = dict[str, list[Any]]()
     for key, layout in entries.items():
         path, _, name = key.rpartition(separator)
-        block = _block_of(path, known)
+        block = _block_of(path, names)
         inner = path.removeprefix(block).lstrip(".")
         result.setdefault(block, []).append([separator.join(filter(None, (inner, name))), dict(layout)])
     return result
 
 
-def _block_of(path: str, names: Iterable[str]) -> str:
+def _block_of(path: str, names: Collection[str]) -> str:
     """Return the longest name of a block that contains a module path; "" if no block does."""
-    known = {*names}
-    while path and path not in known:
+    while path and path not in names:
         path = path.rpartition(".")[0]
     return path
 

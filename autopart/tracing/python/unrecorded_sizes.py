@@ -173,15 +173,11 @@ def _sizes_in(operand: StackEntry | None, frame: FrameType) -> Iterator[int | fl
         value = _value_of(operand, frame)
         if isinstance(value, (TracedSize, TracedFloat)):
             yield value
-    elif operand.kind == "item":
-        tensor = None if operand.parts[0] is None else _of_shape(operand.parts[0])
-        value = _value_of(tensor, frame)
-        if isinstance(value, torch.Tensor):
-            yield from (size for size in value.shape if isinstance(size, int))
-    elif operand.kind in ("binary", "call"):
-        tensor = _of_shape(operand)  # `x.size(1)`
-        value = _value_of(tensor, frame)
-        if isinstance(value, torch.Tensor):
-            yield from (size for size in value.shape if isinstance(size, int))
+        return
+    shape = operand.parts[0] if operand.kind == "item" else operand  # `x.shape[1]`, or `x.size(1)`
+    tensor = _value_of(None if shape is None else _of_shape(shape), frame)
+    if isinstance(tensor, torch.Tensor):
+        yield from (size for size in tensor.shape if isinstance(size, int))
+    if operand.kind in ("binary", "call"):
         for part in operand.parts:
             yield from _sizes_in(part, frame)
