@@ -216,7 +216,7 @@ class SaveMethods:
             pending.wait()
 
     def _local_state_dict(self) -> dict[str, Any]:
-        """Return this rank's state dict. Unlike `state_dict`, it prepares no comparison of replicas."""
+        """Return this rank's state dict. Unlike `state_dict`, do not set up a comparison of replicas."""
         module = cast(nn.Module, self)
         state_dict: dict[str, Any] = nn.Module.state_dict(module)
         with_shard_offsets(module, state_dict, "", self._extra_state)

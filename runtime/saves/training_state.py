@@ -156,7 +156,7 @@ def group_problems(
 def optimizer_targets(
     optimizers: Sequence[Optimizer], index: CheckpointIndex, first: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return {name in the index: empty tensor that receives this rank's part of the optimizers' state}."""
+    """Return {name in the index: empty tensor to load into} for this rank's optimizer state."""
     is_by_data_rank = any(name.startswith(SYNC) and name.endswith(".replica") for name in index.entries)
     by_parameter: dict[str, list[tuple[str, SavedEntry]]] = {}
     for name, entry in index.entries.items():

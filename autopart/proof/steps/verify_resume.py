@@ -155,7 +155,7 @@ def _compared(
 
 
 def _backward(ranks: AllRanks, calls: TracedBatches, step: int) -> Tensor:
-    """Run forward and backward of a step on all ranks, and return the loss (a sum over several outputs)."""
+    """Run forward and backward of one step on all ranks. Return the loss; several losses are summed."""
     subject, ranks.program = calls.of(step)
     losses = ranks.backward(subject).losses
     return torch.stack([loss.reshape(()) for loss in losses.values()]).sum()
@@ -226,9 +226,9 @@ def _load(ranks: AllRanks, path: Path) -> None:
 
 
 def _values(ranks: AllRanks) -> dict[str, Tensor]:
-    """Return {name: full tensor} of all ranks' shards. If replicas differ, the value is empty.
+    """Return {name: full tensor}, assembled from the shards of all ranks.
 
-    The shards are assembled without the code that saves and loads.
+    This does not use the code that saves and loads. A tensor whose replicas differ is returned as an empty tensor.
     """
     states = ranks.state()
     full: dict[str, Tensor] = {name: value.clone() for name, value in ranks.buffers.items()}

@@ -60,6 +60,17 @@ class Name(NamedTuple):
     attributes: tuple[str, ...]
 
 
+class WatchedCode(NamedTuple):
+    """Code of a function, with the names that it reads and its operations on sizes.
+
+    `spots` is {offset of an instruction: operation}. Both are empty for code of libraries.
+    """
+
+    code: types.CodeType
+    names: tuple[Name, ...]
+    spots: Mapping[int, Spot]
+
+
 class RecordedReads:
     """Names that the user's code read in one trace.
 
@@ -81,20 +92,18 @@ class RecordedReads:
         self.changed: set[tuple[int, str]] = set()
         self._values: dict[tuple[int, str], Hashable] = {}
         self._holders: dict[int, Any] = {}
-        self._names: dict[int, tuple[types.CodeType, tuple[Name, ...]]] = {}
-        self._spots: dict[int, Mapping[int, Spot]] = {}
+        self._watched: dict[int, WatchedCode] = {}
 
     def on_call(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         """Record the names that a called function reads, if it is the user's code or a torch layer."""
         code = frame.f_code
-        known = self._names.get(id(code))
-        if known is None:
-            module = frame.f_globals.get("__name__")
-            known = code, names_in(code) if is_watched(module) else ()
-            self._names[id(code)] = known
-            self._spots[id(code)] = spots_of(code) if is_watched(module) else {}
-        watches_sizes = self.sizes is not None and bool(self._spots[id(code)])
-        if not known[1] and not watches_sizes:
+        watched = self._watched.get(id(code))
+        if watched is None:
+            is_users = is_watched(frame.f_globals.get("__name__"))
+            watched = WatchedCode(code, names_in(code), spots_of(code)) if is_users else WatchedCode(code, (), {})
+            self._watched[id(code)] = watched
+        watches_sizes = self.sizes is not None and bool(watched.spots)
+        if not watched.names and not watches_sizes:
             return None
         frame.f_trace_lines = False
         if watches_sizes:
@@ -102,19 +111,20 @@ class RecordedReads:
             if sys.version_info >= (3, 12):  # opcode events begin when the trace function is set again
                 sys.settrace(sys.gettrace())
         self._cells_of(frame)
-        self._read(frame, known[1])
+        self._read(frame, watched.names)
         return self._on_event
 
     def _on_event(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        watched = self._watched[id(frame.f_code)]
         if event == "opcode":
-            spot = self._spots[id(frame.f_code)].get(frame.f_lasti)
+            spot = watched.spots.get(frame.f_lasti)
             if spot is not None and self.sizes is not None:
                 check_operation(frame, spot, self.sizes)
         elif event == "return":
             if self.sizes is not None:  # again: Python 3.13 may have sent no opcode events
-                for spot in self._spots[id(frame.f_code)].values():
+                for spot in watched.spots.values():
                     check_operation(frame, spot, self.sizes)
-            self._read(frame, self._names[id(frame.f_code)][1])
+            self._read(frame, watched.names)
         return self._on_event
 
     def _read(self, frame: types.FrameType, names: tuple[Name, ...]) -> None:

@@ -52,7 +52,7 @@ class Spot(NamedTuple):
     right: StackEntry
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def spots_of(code: CodeType) -> Mapping[int, Spot]:
     """Return {offset of an instruction: operation to watch}.
 
