@@ -145,7 +145,7 @@ def load_by_name(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], first: Mapping[str, str],
     state_of: Callable[[Tensor, ShardInfo], Mapping[str, Any] | None],
 ) -> dict[int, Any]:  # fmt: skip
-    """Load groups that are keyed by parameter names, and state. Return {index of a parameter: its loaded state}.
+    """Load groups keyed by parameter names, and state. Return {index of a parameter: its loaded state}.
 
     Raises CheckpointError if the saved groups do not match the groups of the optimizer.
 

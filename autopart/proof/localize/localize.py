@@ -64,9 +64,9 @@ class WrongShard:
 
     def __str__(self) -> str:
         ranks = f"rank{'s' * (len(self.part.ranks) > 1)} {', '.join(map(str, self.part.ranks))}"
-        summed = ", added," if len(self.part.ranks) > 1 else ""
+        partial = ", added," if len(self.part.ranks) > 1 else ""
         where = f" ({self.coordinates})" if self.coordinates else ""
-        return f"{ranks}{where}{summed} entries {self.part}: {self.worst}; {self.num_wrong} of {self.num_parts} wrong"
+        return f"{ranks}{where}{partial} entries {self.part}: {self.worst}; {self.num_wrong} of {self.num_parts} wrong"
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def _compared(
 
 
 def _backward(ranks: AllRanks, calls: TracedBatches, step: int) -> Tensor:
-    """Run forward and backward of one step on all ranks. Return the loss; several losses are summed."""
+    """Run forward and backward of one step on all ranks. Return the loss; several losses are added."""
     subject, ranks.program = calls.of(step)
     losses = ranks.backward(subject).losses
     return torch.stack([loss.reshape(()) for loss in losses.values()]).sum()
