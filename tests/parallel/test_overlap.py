@@ -27,6 +27,7 @@ WIDTHS = (256, 260, 264, 268)
 """Of the blocks' inner sides: each block is more than a megabyte, which makes a bucket, and less than two, which the
 second bucket of a stage may have; the first one is that of the stem."""
 OUTER = 288
+PRODUCTS = 5
 WIDE = 1824
 
 
@@ -138,7 +139,7 @@ def latest(found: list[tuple[str, int]], event: tuple[str, int]) -> int:
 LAST = len(WIDTHS) - 1
 
 
-@pytest.mark.few
+@pytest.mark.whole
 @pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_are_sent_while_the_backward_runs(zero, own_backward):
@@ -253,15 +254,22 @@ def test_a_large_gradient_is_summed_where_it_is():
 
 
 class Sum(nn.Module):
-    """The gradient of `late`, which a bucket has alone, is in the memory of that of tanh, which is read after it."""
+    """The gradient of `late`, which a bucket has alone, is in the memory of that of tanh.
+
+    The backward of tanh reads it after the backward of `slow`, by which time the reduction of `late` has ended.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.early, self.late = (nn.Parameter(torch.randn(2 * OUTER, 4 * OUTER)) for _ in range(2))
+        self.early, self.late, self.slow = (nn.Parameter(torch.randn(2 * OUTER, 4 * OUTER)) for _ in range(3))
+        self.register_buffer("mixing", torch.eye(4 * OUTER))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ (torch.tanh(self.early) + self.late)).square().mean()
+        early, slow = torch.tanh(self.early), self.slow
+        for _ in range(PRODUCTS):
+            slow = slow @ self.mixing
+        return (x @ (early + self.late + slow)).square().mean()
 
 
 def gradients_in_one_memory(zero: int, own_backward: bool) -> None:
@@ -276,6 +284,7 @@ def gradients_in_one_memory(zero: int, own_backward: bool) -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-10, rtol=0)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_gradient_in_the_memory_of_another_is_summed_elsewhere(zero, own_backward):
