@@ -372,7 +372,6 @@ def test_gathered_weights_are_not_kept_for_the_backward():
         assert "model.layers.0.mlp.down_proj.weight" in there and times < planned
 
 
-@pytest.mark.large
 def test_a_forward_begins_without_what_the_backward_before_has_gathered():
     for forwards, there in dist.run_ranks(lets_go, 2):
         assert forwards == 2 and there == set()

@@ -30,7 +30,6 @@ def trains_by_its_own_loop() -> None:
         zoo.assert_close_outputs(state[name], weight, where=name)
 
 
-@pytest.mark.large
 def test_every_backward_gathers_the_weights_of_its_own_step():
     dist.run_ranks(trains_by_its_own_loop, 2, timeout_s=120)
 
