@@ -493,32 +493,6 @@ def operator_name(func: Any) -> str:
     return cast(str, func._schema.name.rpartition("::")[2])
 
 
-@functools.cache
-def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
-    """Install two functions that run whenever torch gathers or loads a full state dict.
-
-    Args:
-        put_together: converts a state dict before torch gathers it for `StateDictOptions(full_state_dict=True)`. torch
-            gathers the returned state dict.
-        check_loaded: checks each local state dict that `broadcast_from_rank0=True` has filled.
-    """
-    from torch.distributed.checkpoint import state_dict as state_dicts
-
-    gather, broadcast = state_dicts._gather_state_dict, state_dicts._broadcast_state_dict
-
-    @functools.wraps(gather)
-    def gathered(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return gather(put_together(state_dict), *args, **kwargs)
-
-    @functools.wraps(broadcast)
-    def filled(full: Any, local: Any, *args: Any, **kwargs: Any) -> None:
-        broadcast(full, local, *args, **kwargs)
-        check_loaded(local)
-
-    state_dicts._gather_state_dict = gathered
-    state_dicts._broadcast_state_dict = filled  # type: ignore[assignment]  # its arguments have other names
-
-
 def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply float8 matrices of shapes [m, k] and [k, n]. The second must be column-major.
 

@@ -47,8 +47,12 @@ def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -
         if shard_info is not None:
             names.append(first_name(shard_info.name))
             labels.append(group[PARAM_NAMES][index] if PARAM_NAMES in group else "")
-    options = {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)}
-    return ParameterGroup(names, labels if PARAM_NAMES in group else None, options)
+    return ParameterGroup(names, labels if PARAM_NAMES in group else None, options_of(group))
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, such as its learning rate."""
+    return {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)}
 
 
 def _on_host(value: Any) -> Any:

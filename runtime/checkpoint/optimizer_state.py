@@ -6,9 +6,7 @@ as step counts, are replicated.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -16,12 +14,12 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopart.compat.state_dict_internals import full_state_dicts_through, optimizer_state_dicts_through
 from autopart.compat.torch_function_internals import on_local_values
-from autopart.compat.torch_internals import full_state_dicts_through
 from autopart.errors import CheckpointError
 from autopart.runtime.checkpoint.dcp_planners import call_with_optimizers
 from autopart.runtime.checkpoint.missing_state import record_parameter_of, without_absent
-from autopart.runtime.checkpoint.optimizer_groups import PARAMS, ParameterGroup, group_of, merge_by_index
+from autopart.runtime.checkpoint.optimizer_groups import PARAMS
 from autopart.runtime.checkpoint.saved_shard import (
     ShardOffsets,
     ShardTensor,
@@ -31,8 +29,8 @@ from autopart.runtime.checkpoint.saved_shard import (
     shard_offsets_of,
     to_plain,
 )
+from autopart.runtime.checkpoint.stage_groups import load_by_names, save_by_names, with_all_stages
 from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, as_shard, checked_shard_of, gather_state_dict
-from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
 
@@ -48,6 +46,7 @@ def connect_state_dicts() -> None:
     """
     connect_checkpoints()
     full_state_dicts_through(gather_state_dict, reject_unloaded_shards)
+    optimizer_state_dicts_through(save_by_names, load_by_names)
     call_with_optimizers(_add_hooks)
 
 
@@ -61,17 +60,12 @@ def _add_hooks(optimizer: Optimizer) -> None:
 @on_local_values
 def _add_shard_offsets(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Hook of `state_dict()`: replace tensors that differ between ranks by `ShardTensor`."""
-    parameters = parameters_of(optimizer)
-    process = process_among(parameters)
-    if process is None:
-        return state_dict
+    parameters, groups = parameters_of(optimizer), with_all_stages(optimizer, state_dict["param_groups"])
+    if process_among(parameters) is None:
+        return {**state_dict, "param_groups": groups}
     state = _converted(
         state_dict["state"], dict(enumerate(parameters)), lambda _, *given: _state_with_offsets(optimizer, *given)
     )
-    groups = state_dict["param_groups"]
-    if "pp" in process.groups:
-        exchange = _Exchange(optimizer, process)
-        groups = [StageGroup(group, index, exchange) for index, group in enumerate(groups)]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -175,45 +169,3 @@ def local_state(optimizer: Optimizer, key: str, value: Any, parameter: Tensor, s
         return value  # the optimizer chose another shape than the parameter's
     shard = checked_shard_of(f"{shard_info.name} ({key})", value, parameter, shard_info)
     return shard if shard is value or isinstance(value, ShardTensor) else shard.clone()
-
-
-class _Exchange:
-    """Names of the parameters in each optimizer group, for all stages.
-
-    Ranks exchange them at the first use.
-    """
-
-    def __init__(self, optimizer: Optimizer, process: Process):
-        self._own = [group_of(group) for group in optimizer.param_groups]
-        self._process = process
-        self._merged: list[ParameterGroup] | None = None
-
-    def names(self, index: int) -> list[str]:
-        """Return the names of a group's parameters on all stages. The first call is collective along `pp`."""
-        if self._merged is None:
-            self._merged = merge_by_index(of_all_stages(self._own, self._process))
-        return self._merged[index].names
-
-
-class StageGroup(dict[str, Any]):
-    """Parameter group in the state dict of a rank that stores only some pipeline stages.
-
-    `torch.distributed.checkpoint.state_dict` assigns the names of the rank's parameters to the group. A checkpoint has
-    each group only once, so this class adds the names of other stages' parameters.
-    """
-
-    def __init__(self, group: Mapping[str, Any], index: int, exchange: _Exchange):
-        super().__init__(group)
-        self._index, self._exchange = index, exchange
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key == PARAMS and not any(isinstance(name, str) for name in self.get(PARAMS, ())):
-            others = self._exchange.names(self._index)
-            value = [*value, *(name for name in others if name not in value)]
-        super().__setitem__(key, value)
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, (list(self.items()),)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: copy.deepcopy(value, memo) for key, value in self.items()}

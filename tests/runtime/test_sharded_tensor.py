@@ -120,6 +120,32 @@ def test_every_method_is_right_or_refused(mesh, zero):
         assert ran > 400
 
 
+PLAIN = {
+    "to": lambda plain, sharded: plain.to(sharded),
+    "to a gradient": lambda plain, sharded: plain.float().to(sharded.grad),
+    "type_as": lambda plain, sharded: plain.float().type_as(sharded),
+    "expand_as": lambda plain, sharded: plain.expand_as(sharded),
+    "keyword": lambda plain, sharded: torch.zeros_like(input=sharded),
+}  # fmt: skip
+
+
+def plain_tensors(mesh: str, zero: int) -> None:
+    """Methods of a plain tensor that take a sharded one as an argument, as optimizers use them."""
+    plain, pm, _, _ = partitioned(mesh, zero)
+    row = torch.arange(6.0, dtype=torch.float64)
+    for name, sharded in pm.named_parameters():
+        weight = plain.get_parameter(name)
+        weight.grad, sharded.grad = torch.ones_like(weight), torch.ones_like(sharded)
+        for call, function in PLAIN.items():
+            given = row[: weight.shape[-1]] if "to" in call or "type" in call else torch.ones_like(weight[..., :1])
+            assert same(full(function(given, sharded)), full(function(given, weight))), (name, call)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+def test_plain_tensors_take_sharded_arguments(mesh, zero):
+    dist.run_ranks(plain_tensors, 2, mesh, zero, timeout_s=TIMEOUT_S)
+
+
 def loops() -> dict[str, Callable[[nn.Module], Any]]:
     """What loops compute of parameters and gradients, by name; each may change the parameters."""
 

@@ -1,0 +1,184 @@
+"""Optimizer groups in state dicts by parameter names, if the mesh has pipeline stages.
+
+A state dict has each group once, with the names of all stages' parameters. A group may have no parameter on a stage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopart.runtime.checkpoint.optimizer_groups import (
+    PARAMS,
+    ParameterGroup,
+    merge_by_index,
+    options_of,
+)
+from autopart.runtime.comm.process_mesh import Process, of_all_stages
+from autopart.runtime.shards.shard_owners import process_among, shard_info_of
+
+Names = Mapping[Tensor, Collection[str]]
+"""{parameter of a model: its names in the model}."""
+
+_GROUP_NAMES: Any = WeakIdKeyDictionary()
+"""{optimizer whose state dict torch is getting: names of each group's parameters, of all stages}."""
+_GROUPS = "param_groups"
+
+
+def save_by_names(call: Callable[[], Any], names: Names, optimizers: Iterable[Optimizer]) -> Any:
+    """Get a state dict by parameter names, whose groups contain the names of all stages.
+
+    A collective call along `pp`.
+
+    Args:
+        call: torch's function, which returns the state dict.
+        names: the parameters of the model on this rank.
+    """
+    process = process_among(names)
+    if process is None or "pp" not in process.groups:
+        return call()
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        groups = [_by_model_names(group, names) for group in optimizer.param_groups]
+        merged = merge_by_index(of_all_stages(groups, process))
+        _GROUP_NAMES[optimizer] = [group.names for group in merged]
+    try:
+        return call()
+    finally:
+        for optimizer in optimizers:
+            del _GROUP_NAMES[optimizer]
+
+
+def with_all_stages(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return groups to which the names of all stages are added when torch replaces indices by names."""
+    names = _GROUP_NAMES.get(optimizer)
+    return list(groups) if names is None else [StageGroup(*pair) for pair in zip(groups, names, strict=True)]
+
+
+def load_by_names(
+    call: Callable[[], dict[str, Any]], names: Names, optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Select one optimizer's state from a state dict by parameter names.
+
+    Torch rejects groups without parameters, which a stage may have. This function gives them the options, such as the
+    learning rate, that the other stages load. A collective call along `pp`.
+
+    Args:
+        call: torch's function, which returns the state of the optimizer.
+        names: the parameters of the model on this rank.
+        state_dict: the state dict that is loaded, flat or nested.
+    """
+    process, groups = process_among(names), optimizer.param_groups
+    if process is None:
+        return call()
+    own = [_by_model_names(group, names).names for group in groups]
+    everyones = _of_all_stages(own, process)
+    with _without_empty_groups(optimizer):
+        selected = call()
+    num_unused = 0
+    for index, group in enumerate(groups):
+        if not group[PARAMS]:
+            options = _options(everyones[index], group, num_unused, state_dict)
+            selected[_GROUPS].insert(index, {**options, PARAMS: []})
+            num_unused += not everyones[index]
+    return selected
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group[PARAMS]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def _of_all_stages(own: list[list[str]], process: Process) -> list[list[str]]:
+    """Return the names of each group's parameters on all stages.
+
+    If stages have different numbers of groups, which groups correspond is unknown: return this rank's names.
+    """
+    stages = of_all_stages(own, process)
+    if len({len(groups) for groups in stages}) > 1:
+        return own
+    return [[name for names in groups for name in names] for groups in zip(*stages, strict=True)]
+
+
+def _options(
+    names: Sequence[str], group: Mapping[str, Any], num_unused: int, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the saved options of a group without parameters on this stage.
+
+    If none are saved, return its present options.
+
+    Args:
+        names: names of the group's parameters on the other stages.
+        num_unused: number of preceding groups that have no parameters on any stage.
+    """
+    if _GROUPS in state_dict:
+        saved = state_dict[_GROUPS]
+        matching = [one for one in saved if any(name in one[PARAMS] for name in names)]
+        unused = [one for one in saved if not one[PARAMS]] if not names else []
+        source = next(iter(matching or unused[num_unused:]), group)
+    else:
+        keys = {name: f"{_GROUPS}.{name}." for name in names}
+        source = next(
+            (
+                {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+                for prefix in keys.values() if any(key.startswith(prefix) for key in state_dict)
+            ),
+            group,
+        )  # fmt: skip
+    return {**options_of(group), **options_of(source)}
+
+
+def _by_model_names(group: Mapping[str, Any], names: Names) -> ParameterGroup:
+    return ParameterGroup(
+        [name for parameter in group[PARAMS] if (name := _name(parameter, names))], None, options_of(group)
+    )
+
+
+def _name(parameter: Tensor, names: Names) -> str:
+    """Return a name that is equal on all stages, or "" for a parameter of another model.
+
+    A tied parameter has several names. The partitioned model may be a submodule, so that its names have a prefix.
+    """
+    shard_info = shard_info_of(parameter)
+    if shard_info is None:
+        return ""
+    for full in names.get(parameter, ()):
+        for alias in (shard_info.name, *shard_info.stored.aliases):
+            if f".{full}".endswith(f".{alias}"):
+                return full[: len(full) - len(alias)] + shard_info.name
+    return shard_info.name
+
+
+class StageGroup(dict[str, Any]):
+    """Parameter group in the state dict of a rank that stores only some pipeline stages.
+
+    `torch.distributed.checkpoint.state_dict` assigns the names of the rank's parameters to the group. A checkpoint has
+    each group only once, so this class adds the names of other stages' parameters.
+    """
+
+    def __init__(self, group: Mapping[str, Any], names: Sequence[str]):
+        super().__init__(group)
+        self._names = names
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == PARAMS and not any(isinstance(name, str) for name in self.get(PARAMS, ())):
+            value = [*value, *(name for name in self._names if name not in value)]
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(value, memo) for key, value in self.items()}
