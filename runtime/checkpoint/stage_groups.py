@@ -21,14 +21,14 @@ from autopart.runtime.checkpoint.optimizer_groups import (
     merge_by_index,
     options_of,
 )
-from autopart.runtime.comm.process_mesh import Process, of_all_stages
+from autopart.runtime.comm.process_mesh import of_all_stages
 from autopart.runtime.shards.shard_owners import process_among, shard_info_of
 
 Names = Mapping[Tensor, Collection[str]]
 """{parameter of a model: its names in the model}."""
 
 _GROUP_NAMES: Any = WeakIdKeyDictionary()
-"""{optimizer whose state dict torch is getting: names of each group's parameters, of all stages}."""
+"""{optimizer: names of each group's parameters, of all stages} when torch last got its state dict."""
 _GROUPS = "param_groups"
 
 
@@ -44,22 +44,23 @@ def save_by_names(call: Callable[[], Any], names: Names, optimizers: Iterable[Op
     process = process_among(names)
     if process is None or "pp" not in process.groups:
         return call()
-    optimizers = list(optimizers)
     for optimizer in optimizers:
         groups = [_by_model_names(group, names) for group in optimizer.param_groups]
         merged = merge_by_index(of_all_stages(groups, process))
         _GROUP_NAMES[optimizer] = [group.names for group in merged]
-    try:
-        return call()
-    finally:
-        for optimizer in optimizers:
-            del _GROUP_NAMES[optimizer]
+    return call()
 
 
 def with_all_stages(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return groups to which the names of all stages are added when torch replaces indices by names."""
-    names = _GROUP_NAMES.get(optimizer)
+    names = _names_of_all_stages(optimizer)
     return list(groups) if names is None else [StageGroup(*pair) for pair in zip(groups, names, strict=True)]
+
+
+def _names_of_all_stages(optimizer: Optimizer) -> list[list[str]] | None:
+    """Return the names of each group's parameters. None without pipeline stages, or if they are not exchanged yet."""
+    names = _GROUP_NAMES.get(optimizer)
+    return names if names is not None and len(names) == len(optimizer.param_groups) else None
 
 
 def load_by_names(
@@ -68,26 +69,24 @@ def load_by_names(
     """Select one optimizer's state from a state dict by parameter names.
 
     Torch rejects groups without parameters, which a stage may have. This function gives them the options, such as the
-    learning rate, that the other stages load. A collective call along `pp`.
+    learning rate, that the other stages load.
 
     Args:
         call: torch's function, which returns the state of the optimizer.
         names: the parameters of the model on this rank.
         state_dict: the state dict that is loaded, flat or nested.
     """
-    process, groups = process_among(names), optimizer.param_groups
-    if process is None:
+    groups = optimizer.param_groups
+    if process_among(names) is None or all(group[PARAMS] for group in groups):
         return call()
-    own = [_by_model_names(group, names).names for group in groups]
-    everyones = _of_all_stages(own, process)
     with _without_empty_groups(optimizer):
         selected = call()
-    num_unused = 0
+    of_all_stages = _names_of_all_stages(optimizer)
     for index, group in enumerate(groups):
         if not group[PARAMS]:
-            options = _options(everyones[index], group, num_unused, state_dict)
-            selected[_GROUPS].insert(index, {**options, PARAMS: []})
-            num_unused += not everyones[index]
+            others = of_all_stages[index] if of_all_stages is not None else []
+            saved = _saved_options(others, index, len(groups), state_dict)
+            selected[_GROUPS].insert(index, {**options_of(group), **saved, PARAMS: []})
     return selected
 
 
@@ -101,43 +100,22 @@ def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
         optimizer.param_groups = groups
 
 
-def _of_all_stages(own: list[list[str]], process: Process) -> list[list[str]]:
-    """Return the names of each group's parameters on all stages.
-
-    If stages have different numbers of groups, which groups correspond is unknown: return this rank's names.
-    """
-    stages = of_all_stages(own, process)
-    if len({len(groups) for groups in stages}) > 1:
-        return own
-    return [[name for names in groups for name in names] for groups in zip(*stages, strict=True)]
-
-
-def _options(
-    names: Sequence[str], group: Mapping[str, Any], num_unused: int, state_dict: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the saved options of a group without parameters on this stage.
-
-    If none are saved, return its present options.
+def _saved_options(names: Sequence[str], index: int, num_groups: int, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved options of a group without parameters on this stage. Empty if they are unknown.
 
     Args:
-        names: names of the group's parameters on the other stages.
-        num_unused: number of preceding groups that have no parameters on any stage.
+        names: names of the group's parameters on the other stages, if any.
+        index: index of the group, among the `num_groups` groups of its optimizer.
     """
-    if _GROUPS in state_dict:
-        saved = state_dict[_GROUPS]
-        matching = [one for one in saved if any(name in one[PARAMS] for name in names)]
-        unused = [one for one in saved if not one[PARAMS]] if not names else []
-        source = next(iter(matching or unused[num_unused:]), group)
-    else:
-        keys = {name: f"{_GROUPS}.{name}." for name in names}
-        source = next(
-            (
-                {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-                for prefix in keys.values() if any(key.startswith(prefix) for key in state_dict)
-            ),
-            group,
-        )  # fmt: skip
-    return {**options_of(group), **options_of(source)}
+    if _GROUPS not in state_dict:  # a flat state dict has the options of each parameter
+        prefixes = tuple(f"{_GROUPS}.{name}." for name in names)
+        return {key[len(prefix) :]: value for key, value in state_dict.items()
+                for prefix in prefixes if key.startswith(prefix)}  # fmt: skip
+    saved = state_dict[_GROUPS]
+    matching = next((group for group in saved if not set(names).isdisjoint(group[PARAMS])), None)
+    if matching is None and len(saved) == num_groups:
+        matching = saved[index]
+    return {} if matching is None else options_of(matching)
 
 
 def _by_model_names(group: Mapping[str, Any], names: Names) -> ParameterGroup:
