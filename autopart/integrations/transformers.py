@@ -40,6 +40,7 @@ REFUSED = {
     "deepspeed": "parallelize(..., zero=3)",
     "fsdp": "parallelize(..., zero=3)",
     "parallelism_config": "the mesh of parallelize(model, 'dp2,tp2')",
+    "debug": "autopart.verify(model, mesh, ...), which names the first value that is wrong",
 }
 """{option of TrainingArguments: what to use with a partitioned model}."""
 

@@ -195,7 +195,15 @@ def resume(mesh, options, folder, expected):
 
 
 @pytest.mark.large
-@pytest.mark.parametrize(("saved_on", "resumed_on"), [("tp2", "dp2 zero3"), ("dp2 zero3", "pp2")])
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on"),
+    [
+        ("tp2", "dp2 zero3"),
+        ("dp2 zero3", "pp2"),
+        ("pp2", "tp2"),
+        ("pp2", "pp2"),
+    ],
+)
 def test_checkpoints_on_another_mesh(saved_on, resumed_on, tmp_path):
     expected = one_process(Language, tmp_path, shuffle=False, **STEPS, limit_val_batches=0)
     dist.run_ranks(save, 2, saved_on.split()[0], MESHES[saved_on], str(tmp_path), timeout_s=TIMEOUT_S, init=False)
