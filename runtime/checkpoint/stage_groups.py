@@ -58,7 +58,7 @@ def with_all_stages(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -
 
 
 def _names_of_all_stages(optimizer: Optimizer) -> list[list[str]] | None:
-    """Return the names of each group's parameters. None without pipeline stages, or if they are not exchanged yet."""
+    """Return the names of each group's parameters, or None if they were not exchanged."""
     names = _GROUP_NAMES.get(optimizer)
     return names if names is not None and len(names) == len(optimizer.param_groups) else None
 

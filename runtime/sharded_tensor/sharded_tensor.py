@@ -203,16 +203,10 @@ def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function whose result is sharded like its argument, such as a copy, a cast or `zeros_like`.
-
-    A plain tensor can be cast to the dtype of a sharded one, and stays plain.
-    """
-    result = func(*args, **kwargs)
-    if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
-        return result
-    if args and not isinstance(args[0], ShardedTensor):
-        return result
-    source = _first(args, kwargs)
+    """Run a function whose result is sharded like its argument, such as a copy, a cast or `zeros_like`."""
+    result, source = func(*args, **kwargs), args[0] if args else _first(args, kwargs)
+    if isinstance(result, ShardedTensor) or not (isinstance(result, Tensor) and isinstance(source, ShardedTensor)):
+        return result  # for example, a plain tensor that is cast to the dtype of a sharded one
     shares_memory = source.is_gathered and result.data_ptr() == source.data_ptr()
     return as_sharded(result, source.spec, is_gathered=shares_memory)
 
