@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.common.scoped import attributes
-from autopart.compat.export_internals import other_lists
+from autopart.compat.export_internals import other_lists, plain_mask_indexing
 from autopart.compat.symbolic_shape_internals import MANY
 from autopart.compat.torch_internals import (
     BatchNorm,
@@ -433,7 +433,7 @@ def traceable(
             exchanged[module, "forward"] = partial(BatchNorm.forward, module)
     to = nn.Module.to
     exchanged[nn.Module, "to"] = lambda module, *args, **kwargs: _to(to, module, *args, **kwargs)
-    with attributes(exchanged), redirected_functions(apply), other_lists(to_list):
+    with attributes(exchanged), redirected_functions(apply), other_lists(to_list), plain_mask_indexing():
         yield
 
 
