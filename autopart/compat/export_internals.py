@@ -16,7 +16,6 @@ from torch import fx
 from torch import overrides as torch_overrides
 from torch._functorch import apis as functorch_apis
 from torch._functorch import eager_transforms as functorch
-from torch._dynamo import _trace_wrapped_higher_order_op as mask_indexing
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import utils as higher_order
 from torch._subclasses import FakeTensor
@@ -166,9 +165,10 @@ def plain_mask_indexing() -> AbstractContextManager[None]:
 
     In an export, torch itself records a call that contains Python objects.
     """
-    if not hasattr(mask_indexing, "mod_index"):  # this torch version uses the operator
+    module = sys.modules.get("torch._dynamo._trace_wrapped_higher_order_op")
+    if not hasattr(module, "mod_index"):  # not imported, or a torch version that uses the operator
         return nullcontext()
-    return attributes({(mask_indexing, "mod_index"): torch.ops.aten.index})
+    return attributes({(module, "mod_index"): torch.ops.aten.index})
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -42,6 +42,7 @@ from autopart.passes.pass_pipeline import PassError
 from autopart.proof.comparison import GraphUnderTest, Results, fixed_seed, relative, restore_buffers, tensor_by_name
 from autopart.proof.finite_values import NotFinite, explain, not_finite
 from autopart.recipe.make_plan import LIFTED, LIFTED_HALF, find_loss, prepare
+from autopart.tracing.dynamic.input_decisions import Site
 from autopart.tracing.meta_copy import copy_of, references_to_copy
 from autopart.tracing.python.assigned_buffers import FIRST_CALL, changed_shape
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH, drawn_by_torch
@@ -98,6 +99,7 @@ class Reference:
         self.precision = precision
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
         self._loss_fn = loss_fn  # a loss function that is a module is copied
+        self._read_sites = set[Site]()  # the next trace need not find them again
         try:
             with quiet_shapes():
                 self._use(source, in_double, arguments)
@@ -136,11 +138,11 @@ class Reference:
         self.model = base if self.loss_fn is None else WithLoss(base, self._loss_fn).train(self.training)
         self.arguments = self.converted(arguments)
         phase("tracing the model")
-        traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
+        traced = prepare(self.model, self.arguments, double=True, precision=self.precision, read=self._read_sites)
         if self.rng == "fast" and any(map(_draws_by_torch, traced.graph.nodes)):
             self.notes.append(NO_DROPOUT)
             self.model.eval()
-            traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
+            traced = prepare(self.model, self.arguments, double=True, precision=self.precision, read=self._read_sites)
         self.notes += [note for note in traced.notes if is_double or note != LIFTED]
         phase("running the model on one device")
         self.of_model = self._of_model(GraphUnderTest(traced, find_loss(traced)))
@@ -154,7 +156,7 @@ class Reference:
 
     def trace(self, arguments: Mapping[str, Any]) -> Trace:
         """Trace another call of the copy. The new trace uses the weights and buffers of the first trace."""
-        traced = prepare(self.model, arguments, double=True, precision=self.precision)
+        traced = prepare(self.model, arguments, double=True, precision=self.precision, read=self._read_sites)
         if self.is_double:
             return traced
         return replace(_doubled(traced), parameters=self.traced.parameters, buffers=self.traced.buffers)
@@ -187,7 +189,7 @@ class Reference:
         apart = self.expected.distance(self.of_model, self.subject.buffer_scales) if self.is_upcast else 0.0
         allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
         if apart > allowed:
-            as_traced = prepare(self.model, self.arguments)
+            as_traced = prepare(self.model, self.arguments, read=self._read_sites)
             subject = GraphUnderTest(as_traced, find_loss(as_traced))
             apart = subject.expected().distance(self.of_model, subject.buffer_scales)
         errors = {"trace against model": apart} if apart > allowed else {}

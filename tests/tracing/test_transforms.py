@@ -200,3 +200,25 @@ def test_a_part_without_gradient_inside_is_refused():
     with pytest.raises(TraceError, match=r"torch.no_grad\(\) inside of a torch.func transform") as error:
         autopart.plan(Net(without_gradient), "tp2", example_args=(rows(),))
     assert error.value.refusal is Refusal.GRADIENT and "test_transforms.py" in str(error.value)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mask_is_computed_by_a_function_of_positions(mesh):
+    """Masks of transformers index tensors with positions, under `vmap` and a mode that keeps them tensors."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    def attended(m, x):
+        group = (x[..., 0] > 0).long()
+
+        def is_attended(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) | (group[row, query] == group[row, key])
+
+        by_key = vmap(is_attended, in_dims=(None, None, 0))
+        by_row = vmap(vmap(by_key, in_dims=(None, 0, None)), in_dims=(0, None, None))
+        with TransformGetItemToIndex():
+            mask = by_row(torch.arange(len(x)), torch.arange(5), torch.arange(5))
+        h = m.a(x)
+        return F.scaled_dot_product_attention(h, h, m.b(h), attn_mask=mask)
+
+    result = autopart.verify(Net(attended), mesh, example_args=(torch.randn(ROWS, 5, SIZE),))
+    assert result.ok, result

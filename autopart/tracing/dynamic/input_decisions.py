@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,8 @@ from autopart.compat.symbolic_shape_internals import expression, fix_size, is_sy
 from autopart.compat.torch_internals import outside_of_tracing
 from autopart.errors import Refusal, TraceError
 from autopart.ir.run.value_guards import ValueCall, ValueGuard, ValueGuards, ValueProgram, shown_value
-from autopart.tracing.python.concrete_constants import READING, UNKNOWN, Call, ConcreteConstants, tensors_in
-from autopart.tracing.trace_errors import NOT_THE_USERS
+from autopart.tracing.python.concrete_constants import READING, UNKNOWN, Call, ConcreteConstants, memory_of, tensors_in
+from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace
 
 _SYMBOLIC = frozenset({"item", "tolist", "__float__"})
 """Functions for whose results a trace has symbols."""
@@ -68,6 +69,22 @@ class InputDecisions:
         self._attempts = 0
         self._site_of: dict[str, Site] = {}
         self._guards: dict[Any, ValueGuard] = {}
+        self.arrays: list[tuple[Tensor, np.ndarray, np.ndarray]] = []
+        """(tensor, the array that Python got for it, a copy of the array) of the running trace."""
+
+    def check_arrays(self, tensors: Sequence[Tensor]) -> None:
+        """Raise LostInTrace if Python wrote to the numpy array of one of these tensors.
+
+        In eager torch, an array shares its memory with its tensor.
+        """
+        for tensor, array, before in self.arrays:
+            if any(memory_of(one) == memory_of(tensor) for one in tensors) and not np.array_equal(array, before):
+                raise LostInTrace(
+                    "a tensor is read after Python has written to its numpy array",
+                    "in a trace, the array does not share its memory with the tensor",
+                    "tensor.numpy().copy(), if the tensor shall keep its values; or write to the tensor itself",
+                    Refusal.WRITE,
+                )
 
     @property
     def guards(self) -> ValueGuards:
@@ -92,7 +109,10 @@ class InputDecisions:
         name = getattr(call[0], "__name__", "")
         if name in _ARRAYS and not inputs[0].is_floating_point():
             entries = self.read(frame, Tensor.tolist, inputs[0])
-            return UNKNOWN if entries is UNKNOWN else _as_array(inputs[0], entries)
+            if entries is UNKNOWN:
+                return UNKNOWN
+            self.arrays.append((inputs[0], array := _as_array(inputs[0], entries), array.copy()))
+            return array
         if name not in READING or not inputs or not all(map(self.known.is_recorded, inputs)):
             return UNKNOWN
         users_frame = _users_frame(frame)

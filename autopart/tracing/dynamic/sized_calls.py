@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.compat.symbolic_shape_internals import expression
 from autopart.tracing.python.concrete_constants import UNKNOWN, Call
 
 _FACTORIES = frozenset({"arange", "zeros", "ones", "full", "empty", "eye", "linspace"})
@@ -79,18 +78,6 @@ def with_numbers(func: Callable[..., Any], args: tuple, item: Callable[[Tensor],
         is_index = name in ("__getitem__", "__setitem__")
         return args[0], *(_slices(argument, item) if is_index else _numbers(argument, item) for argument in args[1:])
     return args
-
-
-def with_positions(index: Any) -> Any:
-    """Replace a slice that begins at a symbolic number by index tensors, if its length is known."""
-    if type(index) is tuple:
-        changed = tuple(map(with_positions, index))
-        is_one = sum(isinstance(part, Tensor) for part in changed) == 1
-        return changed if is_one and not any(isinstance(part, Tensor) for part in index) else index
-    if not isinstance(index, slice) or index.step not in (None, 1) or not isinstance(index.start, torch.SymInt):
-        return index
-    length = expression(index.stop - index.start) if index.stop is not None else None
-    return torch.arange(length) + index.start if isinstance(length, int) else index
 
 
 def _numbers(argument: Any, item: Callable[[Tensor], Any]) -> Any:

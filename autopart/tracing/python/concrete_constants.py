@@ -10,10 +10,11 @@ writes to such a tensor is rejected.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from types import MappingProxyType
+from functools import lru_cache, partial
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +47,12 @@ _TYPED_LIKE = {name: (0, "self") for name in ("new_tensor", "new_zeros", "new_on
 """
 _SELECTING = frozenset({"__getitem__", "masked_select", "index_select", "repeat_interleave"})
 """Functions that select elements of their first argument."""
+_WRITING = frozenset({"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
+"""Functions that write to their first argument, and whose names do not end with a single `_`."""
+_NORMS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+"""Functions that update running statistics, which they are passed."""
+_OF_TORCH_NORMS = "input", "weight", "bias", "running_mean", "running_var", "training"
+"""Arguments of `torch.batch_norm` and `torch.instance_norm`."""
 UNKNOWN = object()
 
 
@@ -221,7 +228,8 @@ class ConcreteConstants:
         if not written:
             return
         recorded = self.recorded(call)
-        if len(written) != 1 or recorded is None or not self._writes(recorded, written[0]):
+        is_first = len(written) == 1 and call[1][:1] and call[1][0] is written[0] and call[2].get("out") is None
+        if not is_first or recorded is None or not self._writes(recorded, written[0]):
             self.forget(written)
 
     def _writes(self, recorded: ValueCall, written: Tensor) -> bool:
@@ -379,10 +387,38 @@ def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[t
 
 def written_by(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that a call writes in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return list(tensors_in(_written_by_schema(schema, args, kwargs)))
     name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    written = [*(args[:1] if in_place else ()), kwargs.get("out")]
-    return [tensor for tensor in written if isinstance(tensor, Tensor)]
+    named = _named(func, args, kwargs)
+    written = [kwargs.get("out")]
+    if name in _WRITING or (name.endswith("_") and not name.endswith("__")) or named.get("inplace") is True:
+        written += args[:1] or [kwargs.get("input", kwargs.get("self"))]
+    if name in _NORMS and named.get("training", named.get("use_input_stats")):
+        written += [named.get("running_mean"), named.get("running_var")]
+    return list(tensors_in(written))
+
+
+def _written_by_schema(schema: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
+    writing = [(place, a.name) for place, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in writing]
+
+
+def _named(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return {name: argument} of a call of a Python function of torch that may write in place; else {}."""
+    if getattr(func, "__name__", "") in _NORMS and not isinstance(func, FunctionType):
+        names = _OF_TORCH_NORMS
+    elif isinstance(func, FunctionType) and func.__module__ == "torch.nn.functional":
+        names = _parameters(func)
+    else:
+        return {}
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+@lru_cache(maxsize=1024)
+def _parameters(function: FunctionType) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -48,8 +48,9 @@ from autopart.tracing.dynamic.host_functions import array_of
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
 from autopart.tracing.dynamic.packed_sequences import PackedSequences
+from autopart.tracing.dynamic.pointer_slices import PointerSlices, with_positions
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
-from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
+from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.size_conditions import SizeConditions, recorded_functions, traced_sizes
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
@@ -122,7 +123,7 @@ class EagerSemantics(TorchFunctionMode):
         self.skipped = DataDependentBranches()
         self.numbers_drawn = False  # True if forward converts a random tensor to a number
         self.numbers_stay = False  # True if forward gets the tensor instead
-        self.selected: dict[Any, Tensor] = {}  # {memory: a copy that stands in for a view of another tensor}
+        self.slices = PointerSlices()
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: its tensor}
         self.toggled = WeakIdKeyDictionary()  # {parameter that the forward froze or unfroze: `requires_grad` before}
         self.both = False  # True if both branches of a torch.cond are in the trace
@@ -188,7 +189,8 @@ class EagerSemantics(TorchFunctionMode):
         self.known.note((func, args, kwargs), tensors, output)
         output = self.decisions.note((func, args, kwargs), output, frame)
         if positions is not index and func is Tensor.__getitem__:
-            self.selected[memory_of(output)] = output
+            self.slices.add(args[0], positions, output)
+        self.slices.note_writes(written_by(func, args, kwargs), self._assign)
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
@@ -200,6 +202,9 @@ class EagerSemantics(TorchFunctionMode):
 
     def _item(self, tensor: Tensor) -> Any:
         return self.__torch_function__(Tensor.item, (), (tensor,)) if self.known.is_recorded(tensor) else tensor
+
+    def _assign(self, tensor: Tensor, index: Any, values: Tensor) -> None:
+        self.__torch_function__(Tensor.__setitem__, (), (tensor, index, values))
 
     def spend(self, tensor: Tensor) -> bool:
         """Record that an autograd.Function overwrote a tensor, so that later reads of it are rejected.
@@ -214,7 +219,12 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise LostInTrace if an autograd.Function has overwritten one of these tensors (see `spend`)."""
+        """Raise LostInTrace if one of these tensors has other values in eager torch, after a write.
+
+        The write was made by an autograd.Function (see `spend`), to a sliced tensor, or to a numpy array.
+        """
+        self.slices.check_current(tensors := list(tensors))
+        self.decisions.check_arrays(tensors)
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise LostInTrace(
                 "a tensor is read after an autograd.Function has written to it",
@@ -253,15 +263,8 @@ class EagerSemantics(TorchFunctionMode):
             return self._toggle(func, *args, **kwargs)
         args, kwargs = self.without_frozen(args, kwargs)
         if func == _SET_DATA:
-            return args[0].detach().copy_(args[1].detach())
+            return self._set_data(*args)
         written = written_by(func, args, kwargs)
-        if any(memory_of(tensor) in self.selected for tensor in written):
-            raise LostInTrace(
-                f"{func.__name__} writes to a slice that begins at a number which the model computes",
-                "the slice is a copy in the program, so the write would not reach the sliced tensor",
-                "x[:, start:end] = value, in one statement",
-                Refusal.WRITE,
-            )
         self.known.write((func, args, kwargs), written)
         if func is Tensor.backward:
             raise LostInTrace("forward() calls backward()", "it adds to the gradients of parameters, which a program "
@@ -289,6 +292,16 @@ class EagerSemantics(TorchFunctionMode):
                 )
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _set_data(self, tensor: Tensor, values: Tensor) -> None:
+        if tensor.shape != values.shape:
+            raise LostInTrace(
+                f"forward() assigns to .data of a tensor of shape {list(tensor.shape)} a tensor of shape "
+                f"{list(values.shape)}", "in a program, a tensor keeps its shape", "a new tensor", Refusal.WRITE,
+            )  # fmt: skip
+        self.known.write((Tensor.copy_, (tensor, values), {}), [tensor])
+        tensor.detach().copy_(values.detach())
+        self.slices.note_writes([tensor], self._assign)
 
     def _differentiated(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Trace `torch.autograd.grad`. Raises LostInTrace for a gradient that eager torch gets wrong."""

@@ -124,7 +124,7 @@ class TracedSize(int):
 
     def bit_length(self) -> Any:
         """Return the number of bits, and record it."""
-        return _recorded("int.bit_length", self, None)
+        return _recorded("int.bit_length", self)
 
 
 class TracedFloat(float):
@@ -150,7 +150,7 @@ def _is_torch(frame: FrameType) -> bool:
 
 def as_integer(value: TracedSize | TracedFloat) -> Any:
     """Return `int(value)` as a `TracedSize`, and record the conversion of a float."""
-    return value if isinstance(value, TracedSize) else _recorded("builtins.int", value, None)
+    return value if isinstance(value, TracedSize) else _recorded("builtins.int", value)
 
 
 def as_float(value: TracedSize | TracedFloat) -> Any:
@@ -226,14 +226,14 @@ def _traced(result: Any, name: str, operands: tuple[Any, ...]) -> Any:
     return traced
 
 
-def _recorded(name: str, left: Any, right: Any) -> Any:
+def _recorded(name: str, *operands: Any) -> Any:
     """Return the result of an operation on sizes. Record the operation, unless its result is a float."""
-    operands = (left,) if right is None else (left, right)
     if not _are_numbers(operands):
         return _with_symbol(name, *operands)
     result = _function(name)(*map(_plain, operands))
     if type(result) is not float:
-        condition = SizeCondition(name, _expression(left), None if right is None else _expression(right), result)
+        left, right = (*map(_expression, operands), None)[:2]
+        condition = SizeCondition(name, left, right, result)
         _conditions_of(operands).append(condition)
     return _traced(result, name, operands)
 
@@ -283,7 +283,7 @@ def _operations(kind: type) -> Mapping[str, Callable[..., Any]]:
         add(_recorded, function, name)
         add(_recorded, function, name, True)
     for method in ("floor", "ceil", "trunc"):
-        methods[f"__{method}__"] = lambda self, name=f"math.{method}": _recorded(name, self, None)
+        methods[f"__{method}__"] = lambda self, name=f"math.{method}": _recorded(name, self)
     methods["__bool__"] = lambda self: bool(_recorded("ne", self, 0))
     methods["__int__"] = _to_int
     methods["__divmod__"] = lambda self, other: (self // other, self % other)
@@ -297,7 +297,7 @@ def _operations(kind: type) -> Mapping[str, Callable[..., Any]]:
         methods["__invert__"] = lambda self: -1 - self
     else:
         methods["__round__"] = lambda self, digits=None: (
-            _recorded("builtins.round", self, None) if digits is None else _linear("builtins.round", self, digits)
+            _recorded("builtins.round", self) if digits is None else _linear("builtins.round", self, digits)
         )  # fmt: skip
     return methods
 
