@@ -161,7 +161,7 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def plain_mask_indexing() -> AbstractContextManager[None]:
-    """Make `x[i]` inside of torch's `TransformGetItemToIndex`, as in masks of transformers, an index operator.
+    """Make `x[i]` inside of torch's `TransformGetItemToIndex` (masks of transformers) an index operator.
 
     In an export, torch itself records a call that contains Python objects.
     """

@@ -1,4 +1,4 @@
-"""Slices that begin at a number which is known only at run time, such as `queue[pointer : pointer + n]`.
+"""Slices that begin at a number known only at run time, such as `queue[pointer : pointer + n]`.
 
 In eager torch such a slice is a view. A program gathers the elements with index tensors, so the slice is a copy. A
 write to the copy is therefore also written to the sliced tensor, and a copy is rejected after a later write to the
@@ -34,7 +34,10 @@ def with_positions(index: Any) -> Any:
 
 @dataclass
 class _Copy:
-    """A copy that stands in for the slice `sliced[index]`. `is_outdated`: the sliced tensor was written later."""
+    """A copy that stands in for the slice `sliced[index]`.
+
+    `is_outdated`: the sliced tensor was written later.
+    """
 
     sliced: Tensor
     index: Any
@@ -71,7 +74,7 @@ class PointerSlices:
         return copy is not None and (copy.is_outdated or self._is_outdated(memory_of(copy.sliced)))
 
     def note_writes(self, written: Iterable[Tensor], write: Callable[[Tensor, Any, Tensor], Any]) -> None:
-        """Record in-place writes, after they ran. Writes to a copy are repeated on the sliced tensor by `write`.
+        """Record in-place writes after they ran. Repeat writes to a copy on the sliced tensor by `write`.
 
         Args:
             write: called as `write(tensor, index, values)`. Must assign values to `tensor[index]`.

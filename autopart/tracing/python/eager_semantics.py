@@ -172,11 +172,7 @@ class EagerSemantics(TorchFunctionMode):
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
-        if func is Tensor.__float__ and self.floats.may_be_added(sys._getframe(1)):
-            raise ReadsFloat
-        reads_pointer = func is Tensor.__int__ and self.known.reads_buffers(args[0])
-        if reads_pointer and self.floats.may_be_added(sys._getframe(1), "int"):
-            raise ReadsFloat
+        self._check_number(func, args, frame)
         if func is Tensor.__iter__ and args[0].ndim:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         read = partial(self.decisions.read, frame)
@@ -199,6 +195,13 @@ class EagerSemantics(TorchFunctionMode):
         """Return the result of `tensor.tolist()`; None if the trace makes a list of torch's symbols."""
         value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
         return as_places(tensor) if value is UNKNOWN else value
+
+    def _check_number(self, func: Callable[..., Any], args: tuple, frame: FrameType) -> None:
+        if func is Tensor.__float__ and self.floats.may_be_added(frame):
+            raise ReadsFloat
+        reads_pointer = func is Tensor.__int__ and self.known.reads_buffers(args[0])
+        if reads_pointer and self.floats.may_be_added(frame, "int"):
+            raise ReadsFloat
 
     def _item(self, tensor: Tensor) -> Any:
         return self.__torch_function__(Tensor.item, (), (tensor,)) if self.known.is_recorded(tensor) else tensor
