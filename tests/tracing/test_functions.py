@@ -14,7 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
-from autopart.errors import StageError, TraceError
+from autopart.errors import RuleError, StageError, TraceError
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.registered_rules import REGISTERED
 
@@ -462,3 +462,50 @@ def test_a_tensor_from_elsewhere_is_refused():
     assert why == "  why    an autograd.Function reads a tensor that is not among its arguments"
     assert where.startswith(f"  where  {__file__}:") and "x + TABLE" in where
     assert tried == "  try    that tensor as an argument of apply()"
+
+
+class SummedLoss(torch.autograd.Function):
+    """The cross-entropy of all rows, with the gradient computed in the forward, as in fused losses."""
+
+    @staticmethod
+    def forward(ctx, h, weight, target, scale):
+        logits = h @ weight.T
+        grad = (logits.softmax(-1) - F.one_hot(target, len(weight))) * scale
+        ctx.save_for_backward(grad @ weight, grad.T @ h)
+        return (logits.logsumexp(-1) - logits.gather(1, target[:, None])[:, 0]).sum() * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_rows, of_weight = ctx.saved_tensors
+        return of_rows * grad, of_weight * grad, None, None
+
+
+class WithSummedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Linear(8, 8), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x, target):
+        return SummedLoss.apply(self.a(x), self.head.weight, target, 1 / len(x))
+
+
+def test_a_rule_of_a_function_is_checked_and_used():
+    torch.manual_seed(0)
+    call = torch.randn(12, 8), torch.arange(12) % 6
+    model = WithSummedLoss()
+    assert len(autopart.plan(model, "dp2", example_args=call).unsharded) == 1
+    with pytest.raises(RuleError, match="sum='b', or whole="):
+        autopart.rule(SummedLoss, "b d, n d, b ->", sum="b d n", whole="d n")
+    try:
+        autopart.rule(SummedLoss, "b d, n d, b ->", sum="b", whole="d n")
+        checked = autopart.check_rule(
+            SummedLoss, torch.rand(12, 8).double(), torch.rand(6, 8).double(), torch.arange(12) % 6, 0.5
+        )
+        assert checked.ok and any("S(0)" in text for text in checked.right), checked
+        assert autopart.plan(model, "dp2", example_args=call).unsharded == ()
+        for mesh in ("dp2", "pp2"):
+            assert autopart.verify(model, mesh, example_args=call).ok
+        with pytest.raises(RuleError, match="with another rule already"):
+            autopart.rule(SummedLoss, "b d, n d, b ->", whole="b d n")
+    finally:
+        REGISTERED.clear()

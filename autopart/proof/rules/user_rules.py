@@ -22,23 +22,27 @@ from autopart.passes.rules.registered_rules import REGISTERED, call_text, contra
 from autopart.proof.rules.check_rule import Proof
 from autopart.proof.rules.rule_candidates import candidates
 from autopart.tracing.autograd.autograd_functions import NAMESPACE as FUNCTIONS
+from autopart.tracing.autograd.autograd_functions import function_name, operator_of
 
 NOTATION = "autopart.rule('mylib::op', 'b s h, h o -> b s o', sum='h')"
 
 
 def rule(
-    operator: str, *lines: str, sum: str = "", whole: str = "", linear: Sequence[Sequence[int]] = (), flops: str = ""
-) -> None:
+    operator: str | type[torch.autograd.Function], *lines: str, sum: str = "", whole: str = "",
+    linear: Sequence[Sequence[int]] = (), flops: str = "",
+) -> None:  # fmt: skip
     """Register a sharding rule for an operator in this process.
 
-    The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line names the dims
+    The operator is a `torch.library` operator of the user, one of torch's that has no rule, or an autograd.Function. A
+    line names the dims
     (factors) of every tensor input and output, such as `"b s h, h o -> b s o"`. Dims with equal names have equal
     indices. `...` means any number of dims. `(g r)` means one dim that merges two factors, the outer factor first. The
     rule states that the operator can run on shards of any one factor, with its other arguments unchanged. Inputs
     without that factor are then replicated.
 
     Args:
-        operator: name in the dispatcher, `"mylib::op"`, without an overload.
+        operator: name in the dispatcher, `"mylib::op"`, without an overload; or the class of an autograd.Function. A
+            rule of a Function names the tensors among the arguments of `apply`, in their order.
         lines: one line, or several for calls with different numbers of tensors or dims. The first line that fits is
             used.
         sum: factors over which the operator sums, so that an output lacks them, such as `"h"`. If such a factor is
@@ -57,6 +61,7 @@ def rule(
     Example:
         >>> autopart.rule("mylib::op", "b s h, h o -> b s o", sum="h")    # doctest: +SKIP
     """
+    operator = _name(operator)
     if not lines:
         raise RuleError(f"the rule of {operator} is empty", hint=NOTATION)
     _check_operator(operator)
@@ -78,6 +83,11 @@ def rule(
             f"{operator} has a rule already", why="it is built into autopart", hint="nothing to register",
         )  # fmt: skip
     REGISTERED[operator] = new_rule
+
+
+def _name(operator: str | type[torch.autograd.Function]) -> str:
+    is_function = isinstance(operator, type) and issubclass(operator, torch.autograd.Function)
+    return function_name(operator) if is_function else operator  # type: ignore[arg-type, return-value]
 
 
 def _overloads(operator: str) -> list[Any]:
@@ -222,7 +232,7 @@ class RuleCheck(ShownAsText):
         return "\n".join(lines)
 
 
-def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
+def check_rule(operator: str | type[torch.autograd.Function], *args: Any, **kwargs: Any) -> RuleCheck:
     """Test the rule of an operator by running it on an example call, in this process.
 
     The operator runs on two and on three ranks under every sharding that the rule allows. Outputs and gradients are
@@ -231,8 +241,8 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
     shows what a rule could allow.
 
     Args:
-        operator: name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.
-        args, kwargs: the call. Use small tensors with distinct values, float64 if possible. Use different dim sizes,
+        operator: name in the dispatcher, `"mylib::op"` or `"mylib::op.overload"`; or the class of an autograd.Function.
+        args, kwargs: the call (of a Function: the arguments of `apply`). Use small tensors with distinct values, float64 if possible. Use different dim sizes,
             each divisible by 2 and 3 (6, 12, 24). Floating-point tensors get gradients.
     Raises:
         RuleError: no such operator, or a rule that does not fit the call.
@@ -240,13 +250,16 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
     Example:
         >>> print(autopart.check_rule("mylib::op", torch.rand(6, 12), torch.rand(12, 24)))    # doctest: +SKIP
     """
+    args, kwargs = tree_map(_with_gradient, (args, kwargs))
+    if not isinstance(operator, str):
+        target, args = operator_of(operator, *args)
+        operator = f"{_name(operator)}.{target._overloadname}"
     name, _, overload = operator.partition(".")
     _check_operator(name)
     target = next((o for o in _overloads(name) if o._overloadname == (overload or "default")), None)
     if target is None:
         names = ", ".join(f"{name}.{o._overloadname}" for o in _overloads(name))
         raise RuleError(f"{name} has no overload '{overload or 'default'}'", hint=names)
-    args, kwargs = tree_map(_with_gradient, (args, kwargs))
     proof = Proof.of(target, args, kwargs)
     errors: dict[str, list[str]] = {}
     missing: list[str] = []

@@ -192,6 +192,28 @@ def apply_as_operator(
         bound = inspect.signature(function.forward).bind(*args, **kwargs)  # type: ignore[attr-defined]
         bound.apply_defaults()
         args = bound.args
+    user, user_operator, tensors = _registered(function, args)
+    outputs = user_operator.operator(*tensors)
+    if not all(spend(tensors[i]) for i in user.written):
+        raise _lost(function, _WRITES)
+    return outputs if user_operator.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def operator_of(function: type, *args: Any) -> tuple[Any, list[Tensor]]:
+    """Return the operator that a trace calls in place of `function.apply(*args)`, and its tensors.
+
+    Raises LostInTrace for a call that cannot be one operator.
+    """
+    _, user_operator, tensors = _registered(function, args)
+    return user_operator.operator, tensors
+
+
+def function_name(function: type) -> str:
+    """Return the name of the operator of an autograd.Function, without overload, as in plans and rules."""
+    return f"{NAMESPACE}::" + re.sub(r"\W+", "_", f"{function.__module__}.{function.__qualname__}")
+
+
+def _registered(function: type, args: tuple) -> tuple[UserFunction, Made, list[Tensor]]:
     tensors = [a for a in args if isinstance(a, Tensor)]
     for argument in args:
         if not isinstance(argument, Tensor):
@@ -208,10 +230,7 @@ def apply_as_operator(
     except _WritesArguments as writes:
         user = replace(user, written=writes.tensors)
         user_operator = _operator(user, tensors, wanted)
-    outputs = user_operator.operator(*tensors)
-    if not all(spend(tensors[i]) for i in user.written):
-        raise _lost(function, _WRITES)
-    return outputs if user_operator.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
+    return user, user_operator, tensors
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
@@ -274,7 +293,7 @@ def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
     key = user.function, signature, code
     if key not in _MADE:
         overload = "of_" + hashlib.sha256(f"{full}{signature}{code}".encode()).hexdigest()[:12]
-        name = re.sub(r"\W+", "_", full)
+        name = function_name(user.function).removeprefix(f"{NAMESPACE}::")
         _MADE[key] = _make(f"{name}.{overload}", user, examined, wanted)
         _BY_OPERATOR[_MADE[key].operator] = user.function.__name__, _MADE[key]
     return _MADE[key]
