@@ -242,8 +242,9 @@ def check_rule(operator: str | type[torch.autograd.Function], *args: Any, **kwar
 
     Args:
         operator: name in the dispatcher, `"mylib::op"` or `"mylib::op.overload"`; or the class of an autograd.Function.
-        args, kwargs: the call (of a Function: the arguments of `apply`). Use small tensors with distinct values, float64 if possible. Use different dim sizes,
-            each divisible by 2 and 3 (6, 12, 24). Floating-point tensors get gradients.
+        args, kwargs: the call (of a Function: the arguments of `apply`). Use small tensors with distinct values, and
+            float64 if possible. Use different dim sizes, each divisible by 2 and 3 (6, 12, 24). Floating-point tensors
+            get gradients.
     Raises:
         RuleError: no such operator, or a rule that does not fit the call.
 
@@ -252,7 +253,8 @@ def check_rule(operator: str | type[torch.autograd.Function], *args: Any, **kwar
     """
     args, kwargs = tree_map(_with_gradient, (args, kwargs))
     if not isinstance(operator, str):
-        target, args = operator_of(operator, *args)
+        target, tensors = operator_of(operator, *args)
+        args = (*tensors,)
         operator = f"{_name(operator)}.{target._overloadname}"
     name, _, overload = operator.partition(".")
     _check_operator(name)

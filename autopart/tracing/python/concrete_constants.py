@@ -407,6 +407,7 @@ def _written_by_schema(schema: Any, args: tuple, kwargs: Mapping[str, Any]) -> l
 
 def _named(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return {name: argument} of a call of a Python function of torch that may write in place; else {}."""
+    names: tuple[str, ...]
     if getattr(func, "__name__", "") in _NORMS and not isinstance(func, FunctionType):
         names = _OF_TORCH_NORMS
     elif isinstance(func, FunctionType) and func.__module__ == "torch.nn.functional":
