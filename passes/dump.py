@@ -125,7 +125,7 @@ def dump_of(graph: fx.Graph, root: str) -> Dump | None:
 
 @contextmanager
 def within(dump: Dump | None) -> Iterator[None]:
-    """Record passes over new graphs in `dump` during a `with` block."""
+    """Record in `dump` each compiler pass that runs on a new graph in the `with` block."""
     token = _within.set(dump)
     try:
         yield

@@ -364,7 +364,7 @@ class _Writer:
         return self._record(stage.placeholder(node.name), node, sent, stage)
 
     def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
-        """Return the node with which the tail receives a value that the last stage computes per microbatch.
+        """Return the tail's input node for a value that the last stage computes per microbatch.
 
         The runtime merges the values of all microbatches, so the received value has no `MICROBATCH_AXIS` placement.
         """
@@ -497,7 +497,10 @@ class _Writer:
         )  # fmt: skip
 
     def _input_names(self, output: fx.Node) -> frozenset[str]:
-        """Return the names of the model inputs on which an output depends; empty unless `local_rows`."""
+        """Return the names of the model inputs on which an output depends.
+
+        They are needed only if data ranks are called with their own samples (`local_rows`). Otherwise the set is empty.
+        """
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}

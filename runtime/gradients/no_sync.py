@@ -84,7 +84,10 @@ class NoSync:
         return None
 
     def begin(self) -> None:
-        """Prepare `.grad` for partial gradients: on all ranks but the first, set reduced gradients to zero."""
+        """Prepare `.grad` for partial gradients, which are added over ranks later.
+
+        Only the first rank keeps gradients that are already reduced, so that the sum contains them once.
+        """
         if self.are_some:
             return
         assert self.program is not None

@@ -339,7 +339,10 @@ class DpSync:
         check_storage(self, trace, decisions)
 
     def check_program(self, program: Program) -> None:
-        """Raise OptionError if a method needs the full gradient of a parameter that is gathered at each use."""
+        """Raise OptionError if a gradient synchronization method cannot work with a parameter's storage.
+
+        Compressors need full gradients. A parameter that is gathered at each use (ZeRO-3) has only gradient shards.
+        """
         from autopart.extras.dp_sync.sync_checks import check_full_gradients
 
         check_full_gradients(self, program)

@@ -185,7 +185,7 @@ class _SizedStages(NamedTuple):
     Attributes:
         stages: the stages of the first trace, with size inputs.
         inputs: for each stage, the size inputs of its graph.
-        formulas: {name of a size input: its formula}, in the order of the inputs of all prologues.
+        formulas: {name of a size input: formula that computes it}, in the order of the prologues' inputs.
     """
 
     stages: tuple[Stage, ...]
