@@ -109,5 +109,9 @@ class ReplicaError(AutopartError):
     """Copies of a parameter that must be equal on several ranks have diverged."""
 
 
+class NonFiniteError(AutopartError, ArithmeticError):
+    """A training step computes a loss or a gradient with NaN or infinity."""
+
+
 class HangError(AutopartError):
     """A rank waited for other ranks that did not arrive in time, or are gone."""

@@ -20,7 +20,7 @@ from autopart.runtime.batch.batch_split import merge_microbatches, merged_shapes
 from autopart.runtime.batch.buffer_updates import write_buffers
 from autopart.runtime.batch.local_batch import LocalBatch
 from autopart.runtime.batch.lookup_checks import LookupChecks
-from autopart.runtime.comm.call_random import check_same_state, has_host_functions, one_stream
+from autopart.runtime.comm.call_random import check_same_state, has_host_functions, one_stream, random_states, restored
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import sum_over
@@ -42,6 +42,12 @@ from autopart.runtime.pipeline_stages import Pipeline, StageModule, default_sche
 from autopart.runtime.shards.shard_state import broadcast_from
 from autopart.runtime.training.backward_hooks import DeferredHooks, defer_hooks
 from autopart.runtime.training.loss_scaling import LossScaling, explain_missing_operators
+from autopart.runtime.training.nonfinite import (
+    nonfinite_results,
+    origins_on_all_ranks,
+    report_nonfinite,
+    searching,
+)
 from autopart.runtime.training.step_options import StepOptions, divide_by, scaled
 from autopart.tracing.call_cache import Recent
 
@@ -165,9 +171,22 @@ class Executable:
 
         Returns:
             The loss and the program's other outputs, for the global batch, detached.
+
+        Raises NonFiniteError on every rank if `options` ask for it, and the loss or a gradient is not finite.
         """
+        random = random_states(self.process.device) if options.locate else {}
         with defer_hooks(self.parameters) as hooks:
-            runs = self._run(inputs, options, hooks, comparison, scaling)
+            runs, found = self._run(inputs, options, hooks, comparison, scaling)
+            if found and options.locate:
+                graphs = [graph for module in self.modules for graph in module.graphs()]
+                with searching(graphs) as search, restored(random):
+                    self._run(inputs, options, hooks, comparison, scaling)
+        if found:
+            origins = ""
+            if options.locate:
+                given = dict(zip(self.program.input_names, inputs, strict=True))
+                origins = origins_on_all_ranks(search.origin, {**given, **self.parameters}, self.process)
+            report_nonfinite(found, origins, options, self.process)
         if scaling is not None and scaling.overflowed:
             for parameter in self.parameters.values():
                 parameter.grad = None
@@ -193,13 +212,15 @@ class Executable:
     def _run(
         self, inputs: Sequence[Any], options: StepOptions, hooks: DeferredHooks, comparison: Comparison,
         scaling: LossScaling | None,
-    ) -> list[tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[list[tuple[Tensor, ...]], str]:  # fmt: skip
         """Run forward and backward of all microbatches.
 
-        Returns the last stage's outputs for each microbatch; [] on ranks that do not run the last stage.
+        Returns:
+            The last stage's outputs for each microbatch, [] on ranks that do not run the last stage; and a description
+            of the NaN and infinities if `options` ask for this check. There are then no gradients, and no new buffers.
         """
         loaded, is_unreduced = self.loaded(inputs, comparison), self.unreduced.matters
-        fresh_gradients = self._fresh_gradients(hooks, scaling is not None)
+        fresh_gradients = self._fresh_gradients(hooks, scaling is not None or options.on_nonfinite is not None)
         loss_scale = options.loss_scale * (scaling.scale if scaling is not None else 1.0)
         if is_unreduced:
             comparison.finish_comparison()
@@ -217,10 +238,12 @@ class Executable:
                 else:
                     count = self.program.microbatches
                     runs = [self._step_microbatch(index, loss_scale, comparison) for index in range(count)]
-            self._write_buffers()
             all_parameters = self.data_sync.with_unsharded(self.parameters)
             if not is_unreduced:
                 sync_tied(all_parameters, self.program, self.process, self.stage_style)
+            if options.on_nonfinite is not None and (found := self._nonfinite(runs, all_parameters, scaling)):
+                return runs, found
+            self._write_buffers()
             if scaling is not None:
                 scaling.unscale(all_parameters.values(), self.process)
             if not is_unreduced and not (scaling is not None and scaling.overflowed):
@@ -229,7 +252,20 @@ class Executable:
                 hooks.run_gradient_hooks()
         if is_unreduced and not self.unreduced.is_open:
             self.unreduced.finish()
-        return runs
+        return runs, ""
+
+    def _nonfinite(
+        self, runs: Sequence[Sequence[Tensor]], parameters: Mapping[str, Tensor], scaling: LossScaling | None
+    ) -> str:
+        """Describe NaN and infinities of a step, and then drop its gradients. A collective call.
+
+        With loss scaling only the loss is checked: `LossScaling` drops gradients that are not finite.
+        """
+        grads = {name: p.grad for name, p in parameters.items() if scaling is None and p.grad is not None}
+        found = nonfinite_results([loss for loss, *_ in runs], grads, self.process)
+        for parameter in (*parameters.values(), *self.parameters.values()) if found else ():
+            parameter.grad = None
+        return found
 
     @contextmanager
     def reduce_during_backward(self) -> Iterator[None]:

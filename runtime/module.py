@@ -25,32 +25,27 @@ from autopart.runtime.batch.lookup_checks import LookupChecks
 from autopart.runtime.batch.loss_module import Criterion, named_criterion
 from autopart.runtime.batch.step_metrics import MetricsMethods, StepMeter
 from autopart.runtime.checkpoint.full_optimizer import OptimizerStateMethods
+from autopart.runtime.checkpoint.full_values import FullValueMethods
 from autopart.runtime.checkpoint.optimizer_state import connect_state_dicts
 from autopart.runtime.checkpoint.pretrained_folder import PretrainedFolderMethods
 from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, Loading, extra_state, shapes_of, with_shard_offsets
 from autopart.runtime.comm.call_random import check_exact
 from autopart.runtime.comm.process_mesh import connect, device_of, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
-from autopart.runtime.comm.watchdog import meeting, watched
+from autopart.runtime.comm.watchdog import watched
 from autopart.runtime.consistency.rank_checks import check_same_start, model_texts
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.consistency.same_call import ComparedCall, Comparison
 from autopart.runtime.executable import Executable
 from autopart.runtime.generation import GenerateMethods
 from autopart.runtime.gradients.gradient_sync import GradientSync
-from autopart.runtime.gradients.no_sync import NoSync, check_reduced
+from autopart.runtime.gradients.no_sync import NoSync
 from autopart.runtime.optimizers import optimizer_checks, optimizer_methods
 from autopart.runtime.overlapped_batches import FlushMethods, StepRunner
 from autopart.runtime.saves.save_methods import SaveMethods
 from autopart.runtime.sharded_tensor.sharded_tensor import with_spec
 from autopart.runtime.shards.shard_owners import make_shard_info, register_placeholder, register_shard
-from autopart.runtime.shards.shard_state import (
-    equals_shard_of,
-    gather,
-    merge_stored,
-    names_with_gradient,
-    shard_parameters,
-)
+from autopart.runtime.shards.shard_state import equals_shard_of, merge_stored, shard_parameters
 from autopart.runtime.shards.shared_parameters import OriginalParams, register_local, tied_shard_of
 from autopart.runtime.training import backward_hooks, grad_scaler, gradient_norms
 from autopart.runtime.training.backward_hooks import (
@@ -118,7 +113,8 @@ class ProgramSource(Protocol):
 
 class ParallelModule(
     GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, optimizer_methods.OptimizerMethods,
-    OptimizerStateMethods, PretrainedFolderMethods, SaveMethods, FlushMethods, MetricsMethods, ModuleMethods,
+    FullValueMethods, OptimizerStateMethods, PretrainedFolderMethods, SaveMethods, FlushMethods, MetricsMethods,
+    ModuleMethods,
 ):  # fmt: skip
     """A model partitioned over a device mesh.
 
@@ -236,6 +232,8 @@ class ParallelModule(
         loss_scale: float | Tensor | None = None,
         num_tokens: int | Tensor | None = None,
         outputs: bool = False,
+        on_nonfinite: str | None = None,
+        locate: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of one global batch through the schedule.
@@ -257,10 +255,16 @@ class ParallelModule(
                 accumulated batches. Loss and gradients are then sums over this batch's labels, divided by this number.
             outputs: True to return `(loss, outputs)` on every rank. `outputs` are the model's outputs for the global
                 batch, detached.
+            on_nonfinite: what happens if the loss or a gradient of any rank is NaN or infinite: with "raise", every
+                rank raises NonFiniteError; with "skip", `pm.skipped_steps` grows and rank 0 warns. In both cases the
+                batch adds no gradients and updates no buffers. With None, nothing is checked.
+            locate: True to name the first operator that computes the NaN or infinity, by running the step again. It
+                implies `on_nonfinite="raise"` if that is None.
         """
         options = StepOptions.read(
-            self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
-        )
+            self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs,
+            on_nonfinite=on_nonfinite, locate=locate,
+        )  # fmt: skip
         explain_backward()
         self._process.step_scale = options.loss_scale
         self._data_sync.check_optimizer_attached()
@@ -284,42 +288,6 @@ class ParallelModule(
             return loss
         returned = tree_unflatten(flat, program.output_spec)
         return loss, returned if loss_fn is None else returned[1]
-
-    @meeting
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the original model's `state_dict` with full tensors, on every rank. A collective call."""
-        program = self._traced("full_state_dict")
-        self._replicas.check_before("full_state_dict", program, self._local_parameters)
-        stage_style = stage_style_of(self._schedule)
-        local = self._data_sync.replica_mean(self._local_parameters)
-        gathered = gather(local, program, self._process, stage_style, list(program.parameters))
-        stored_name = program.stored_names
-        result: dict[str, Any] = {}
-        for name, value in self._source.model.state_dict().items():
-            if name in stored_name:
-                result[name] = gathered[stored_name[name]]
-            elif isinstance(value, Tensor):
-                result[name] = self._local_buffers.get(name, value).detach().to(self.device, copy=True)
-            else:
-                result[name] = self._extra_state.get(name, value)
-        return result
-
-    @meeting
-    def full_grads(self) -> dict[str, Tensor]:
-        """Return {name: full gradient} on every rank. A collective call.
-
-        The names are as in the model's `named_parameters`. Parameters without a gradient are left out.
-        """
-        program = self._traced("full_grads")
-        check_reduced(self._process, "full_grads()")
-        self._data_sync.check_gradients("full_grads()")
-        stage_style = stage_style_of(self._schedule)
-        present = names_with_gradient(self._local_parameters, program, self._process, stage_style)
-        grads = {name: p.grad for name, p in self._local_parameters.items() if p.grad is not None}
-        gathered = gather(grads, program, self._process, stage_style, present)
-        stored_name = program.stored_names
-        names = [name for name, _ in self._source.model.named_parameters()]
-        return {name: gathered[stored_name[name]] for name in names if stored_name.get(name) in gathered}
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         self._traced("parameters()")  # modules that contain this one find parameters through this attribute

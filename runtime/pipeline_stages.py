@@ -191,6 +191,10 @@ class StageModule(nn.Module):
                 bound.blocks.release_weights(failed)
         self.loaded = _Loaded()
 
+    def graphs(self) -> list[fx.GraphModule]:
+        """Return the graphs that the stage runs: its prologue, and its graph specialised to masks."""
+        return [self.constants.prologue, *(bound.graph for bound in self.specialized_graphs.values())]
+
     def new_buffers(self) -> NewBuffers:
         """Return {buffer: new value} that this stage has computed since `load`."""
         return buffer_updates_of(self.stage, self.program, self.loaded.prologue_updates, self.loaded.graph_updates)

@@ -25,6 +25,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_traceback() -> list[str]:
+    """Return the Python stack at which anomaly detection saw the forward of the running backward; [] if none runs."""
+    node = torch._C._current_autograd_node()
+    metadata: Any = {} if node is None else node.metadata  # torch declares it as a method
+    return list(metadata.get("traceback_", []))
+
+
+def compiled_from(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the function from which `torch.compile` made a function; None for other functions."""
+    original: Callable[..., Any] | None = getattr(function, "_torchdynamo_orig_callable", None)
+    return original
+
+
 def current_transform() -> str:
     """Return the name of the innermost running `torch.func` transform ("grad", "vmap", ...), or ""."""
     level: Any = torch._C._functorch.peek_interpreter_stack()

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, tensor_inputs
 from autopart.proof.comparison import GraphUnderTest, Results
+from autopart.runtime.training.nonfinite import bad_entries
 
 SHOWN = 3
 """Maximum number of values of one kind that a message lists."""
@@ -54,20 +55,6 @@ class NotFinite:
 def _listed(values: Mapping[str, str]) -> str:
     named = [f"{name} {text}" for name, text in list(values.items())[:SHOWN]]
     return "; ".join([*named, *([f"{len(values) - SHOWN} more"] if len(values) > SHOWN else [])])
-
-
-def bad_entries(value: Any) -> str:
-    """Describe the NaN and infinities of a value: `is nan`, `holds 3 nan of 64`; "" if all are finite."""
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return ""
-    value = value.detach()
-    nans, infinities = int(value.isnan().sum()), int(value.isinf().sum())
-    if not nans + infinities:
-        return ""
-    if value.dim() == 0:
-        return "is nan" if nans else f"is {float(value.real):g}"
-    counts = " and ".join(f"{count} {word}" for count, word in ((nans, "nan"), (infinities, "inf")) if count)
-    return f"holds {counts} of {value.numel()}"
 
 
 def not_finite(subject: GraphUnderTest, results: Results) -> dict[str, str]:

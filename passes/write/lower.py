@@ -497,10 +497,7 @@ class _Writer:
         )  # fmt: skip
 
     def _input_names(self, output: fx.Node) -> frozenset[str]:
-        """Return the names of the model inputs on which an output depends.
-
-        They are needed only if data ranks are called with their own samples (`local_rows`). Otherwise the set is empty.
-        """
+        """Return the names of inputs on which an output depends; empty without `local_rows` (local samples)."""
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}

@@ -8,7 +8,7 @@ have after a run on a single device, for any number of stages.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,6 +117,19 @@ def check_exact(program: Program, device: torch.device) -> None:
 def get_state(device: torch.device) -> Tensor:
     """Return the state of torch's default generator for a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def random_states(device: torch.device) -> dict[torch.device, Tensor]:
+    """Return {device: state of torch's default generator} for the CPU and a rank's device."""
+    return {on: get_state(on) for on in {torch.device("cpu"), device}}
+
+
+@contextmanager
+def restored(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
+    """Context manager that begins with earlier random states."""
+    for on, state in states.items():
+        set_state(state, on)
+    yield
 
 
 def set_state(state: Tensor, device: torch.device) -> None:

@@ -54,6 +54,7 @@ class Process:
     watch: Watch | None = None  # None if the mesh has one rank
     serial: int = field(default_factory=itertools.count().__next__)  # counts processes in order of creation
     step_scale: float | None = None  # `loss_scale` of the last `step`; None after a forward
+    skipped_steps: int = 0  # number of steps that `on_nonfinite="skip"` has dropped
     apart: tuple[str, ...] = ()  # axes over which replicas may differ (`dp_sync`)
     caller: Caller | None = None  # the current call; copies of a module share it
     unreduced: set[object] = field(

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopart.errors import RuntimeSetupError
-from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.training.nonfinite import all_finite
 
 STATE = "loss_scaling"
 """Key under which a state dict stores the scale."""
@@ -52,12 +52,8 @@ class LossScaling:
         If any gradient is not finite, all gradients of every rank become None.
         """
         with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-        grads = [parameter.grad for parameter in with_grad if parameter.grad is not None and parameter.grad.numel()]
-        largest = [torch.linalg.vector_norm(grad, float("inf")).float() for grad in grads]
-        finite = not largest or bool(torch.stack(largest).isfinite().all())
-        infinite = torch.tensor(0.0 if finite else 1.0)
-        reduce_over_all(infinite, dist.ReduceOp.MAX, process)
-        self.overflowed = bool(infinite.item())
+        grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
+        self.overflowed = not all_finite(grads, process)
         for parameter in with_grad:
             if self.overflowed:
                 parameter.grad = None
@@ -86,6 +82,7 @@ class LossScalingMethods:
     """Methods of a partitioned model that concern loss scaling (`precision="fp16"`)."""
 
     _loss_scaling: LossScaling | None = None
+    _process: Process
 
     @property
     def loss_scale(self) -> float:
@@ -97,8 +94,12 @@ class LossScalingMethods:
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps whose gradients were dropped, because a gradient was not finite in float16."""
-        return 0 if self._loss_scaling is None else self._loss_scaling.skipped_steps
+        """Number of steps whose gradients were dropped, because the loss or a gradient was not finite.
+
+        With `precision="fp16"` these include steps that only needed a smaller loss scale.
+        """
+        overflows = 0 if self._loss_scaling is None else self._loss_scaling.skipped_steps
+        return overflows + self._process.skipped_steps
 
     def _save_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
         if self._loss_scaling is not None:

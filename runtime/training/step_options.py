@@ -30,11 +30,16 @@ class StepOptions:
         num_tokens: number by which the sum of the labels' losses is divided. None: the number of labels in the batch
             that are not ignored.
         outputs: True to return the model's outputs too.
+        on_nonfinite: what to do if the loss or a gradient is not finite: raise an error, or skip the batch. None: do
+            not check.
+        locate: True to search for the first operator that computes NaN or infinity.
     """
 
     loss_scale: float = 1.0
     num_tokens: float | None = None
     outputs: bool = False
+    on_nonfinite: str | None = None
+    locate: bool = False
 
     @classmethod
     def read(
@@ -45,9 +50,14 @@ class StepOptions:
         loss_scale: float | Tensor | None = None,
         num_tokens: int | Tensor | None = None,
         outputs: bool = False,
+        on_nonfinite: str | None = None,
+        locate: bool = False,
     ) -> StepOptions:
         """Validate the options that a user passes with the model's inputs. Raises InputError."""
-        options = {"loss_scale": loss_scale, "num_tokens": num_tokens, "outputs": outputs or None}
+        options = {
+            "loss_scale": loss_scale, "num_tokens": num_tokens, "outputs": outputs or None,
+            "on_nonfinite": on_nonfinite, "locate": locate or None,
+        }  # fmt: skip
         _check_names(model, [name for name, value in options.items() if value is not None])
         if not isinstance(outputs, bool):
             raise InputError(
@@ -55,6 +65,13 @@ class StepOptions:
                 why="it selects whether step() returns the outputs",
                 hint="step(..., outputs=True), which returns (loss, outputs)",
             )
+        if on_nonfinite not in (None, "raise", "skip"):
+            raise InputError(
+                f"on_nonfinite={on_nonfinite!r:.40} is not known", why="it selects what a NaN or infinity does",
+                hint="'raise' for an error on every rank, 'skip' to drop the batch, None for no check",
+            )  # fmt: skip
+        if not isinstance(locate, bool):
+            raise InputError(f"locate={locate!r:.40} is neither True nor False", hint="step(..., locate=True)")
         if num_tokens is not None and kwargs.get("num_items_in_batch") is not None:
             raise InputError(
                 "num_tokens= and num_items_in_batch= are both given", why="each is the divisor of the sum over labels",
@@ -67,7 +84,7 @@ class StepOptions:
                 f"num_tokens={tokens} is not a number of labels", why="it must be 1 or more",
                 hint="the number of labels in all batches whose gradients are accumulated",
             )  # fmt: skip
-        return cls(float(scale), tokens, outputs)
+        return cls(float(scale), tokens, outputs, on_nonfinite or ("raise" if locate else None), locate)
 
     @property
     def text(self) -> str:

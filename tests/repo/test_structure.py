@@ -77,7 +77,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "consistency": ("comm", "shards"),
         "optimizers": ("comm", "shards", "gradients", "sharded_tensor"),
         "checkpoint": ("comm", "weights", "shards", "gradients", "consistency", "optimizers"),
-        "training": ("comm", "shards", "gradients", "sharded_tensor"),
+        "training": ("comm", "shards", "gradients", "sharded_tensor", "consistency"),
         "saves": (
             "comm",
             "weights",

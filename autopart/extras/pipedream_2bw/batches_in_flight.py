@@ -283,6 +283,11 @@ class InFlight(OverlappedBatches):
                 "outputs=True is not supported with schedule='1f1b_2bw'", why=why,
                 hint="with torch.no_grad(): pm(**batch), which first finishes the batch in flight",
             )  # fmt: skip
+        if options.on_nonfinite is not None:
+            raise UsageError(
+                "on_nonfinite= and locate= are not supported with schedule='1f1b_2bw'", why=why,
+                hint="check the returned loss: loss.isfinite()",
+            )  # fmt: skip
         if leaves_unreduced:
             raise UsageError(
                 "step() cannot run inside no_sync() with schedule='1f1b_2bw'", why=why,

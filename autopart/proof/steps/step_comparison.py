@@ -11,9 +11,9 @@ from torch import Tensor
 from autopart.ir.program import Program
 from autopart.ir.sharding import DimSharding, local_shard_of
 from autopart.proof.comparison import largest, relative
-from autopart.proof.finite_values import bad_entries
 from autopart.runtime.optimizers.optimizer_checks import is_elementwise_class
 from autopart.runtime.shards.shard_state import splits_at
+from autopart.runtime.training.nonfinite import bad_entries
 
 ROUNDING = 1e-12
 """Gradient entries below this, relative to the largest gradient, count as rounding errors.

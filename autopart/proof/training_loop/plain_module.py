@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopart.common.model_outputs import loss_entry
 from autopart.compat.torch_internals import tree_flatten, tree_unflatten
-from autopart.errors import InputError, UsageError
+from autopart.errors import InputError, NonFiniteError, UsageError
 
 
 class PlainMethods:
@@ -27,9 +27,12 @@ class PlainMethods:
     def step(
         self, *args: Any, loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
         loss_scale: float | Tensor | None = None, num_tokens: float | Tensor | None = None, outputs: bool = False,
-        **kwargs: Any,
+        on_nonfinite: str | None = None, locate: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run forward and backward, and return the detached loss, like `ParallelModule.step`."""
+        """Run forward and backward, and return the detached loss, like `ParallelModule.step`.
+
+        A batch that is not finite is not skipped: it cannot be compared.
+        """
         if loss_fn is None and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
         with _LabelCounts() as counts:
@@ -42,6 +45,10 @@ class PlainMethods:
                                  hint="let the loss be a sum, with loss_scale=1/n")  # fmt: skip
             loss = loss * counts.found[0] / num_tokens
         (loss if loss_scale is None else loss * loss_scale).backward()
+        if on_nonfinite == "raise" or (locate and on_nonfinite is None):
+            grads = [parameter.grad for parameter in _of(self).parameters() if parameter.grad is not None]
+            if not all(bool(value.isfinite().all()) for value in (loss, *grads)):
+                raise NonFiniteError("the loss or a gradient is not finite")
         if not outputs:
             return loss.detach()
         return loss.detach(), _detached(returned)
