@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 examples/train_text.py --mesh dp2,tp2 --checkpoint r
 
 import os
 import resource
+import sys
 import time
 from itertools import count, islice
 
@@ -60,10 +61,14 @@ for ids in (bar := tqdm(islice(train, step, step + args.steps), total=args.steps
     bar.set_postfix(figures)
     for name in figures if writer else ():
         writer.add_scalar(name, figures[name], step)
+    if pm.stop_requested:  # some rank has received SIGTERM
+        break
+if args.checkpoint:
+    pm.save(args.checkpoint, **trained, step=step, keep=2)
+if pm.stop_requested:
+    sys.exit(143)
 with torch.no_grad():
     pm.eval()
     losses = [pm(input_ids=ids, labels=ids).loss.item() for ids in load(rows[-4 * args.batch :], shuffle=False)]
 if first:
     print(f"step {step}: loss {loss:.12f}, norm {norm:.12f}, evaluation {sum(losses) / len(losses):.12f}")
-if args.checkpoint:
-    pm.save(args.checkpoint, **trained, step=step, keep=2)

@@ -26,7 +26,10 @@ def in_backward() -> bool:
 
 
 def backward_traceback() -> list[str]:
-    """Return the Python stack at which anomaly detection saw the forward of the running backward; [] if none runs."""
+    """Return the Python stack of the forward of the running backward; [] if none runs.
+
+    Anomaly detection records it.
+    """
     node = torch._C._current_autograd_node()
     metadata: Any = {} if node is None else node.metadata  # torch declares it as a method
     return list(metadata.get("traceback_", []))

@@ -55,6 +55,7 @@ class Process:
     serial: int = field(default_factory=itertools.count().__next__)  # counts processes in order of creation
     step_scale: float | None = None  # `loss_scale` of the last `step`; None after a forward
     skipped_steps: int = 0  # number of steps that `on_nonfinite="skip"` has dropped
+    stop_requested: bool = False  # True if some rank had received SIGTERM before the last call
     apart: tuple[str, ...] = ()  # axes over which replicas may differ (`dp_sync`)
     caller: Caller | None = None  # the current call; copies of a module share it
     unreduced: set[object] = field(

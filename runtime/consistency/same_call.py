@@ -1,9 +1,11 @@
 """Check that all ranks make the same call: same method, options and step number, on the same batch.
 
 The check is one all-gather of a dozen numbers on the CPU. It starts with the call, and ends before any other
-communication of the call. Integer inputs, such as tokens, are compared exactly. Floating-point inputs are compared up
-to rounding, because ranks can round them differently. For this comparison, a sample of their elements is projected on
-four random vectors of 1 and -1. The sample changes with the step.
+communication of the call. It also tells all ranks if one has received SIGTERM.
+
+Integer inputs, such as tokens, are compared exactly. Floating-point inputs are compared up to rounding, because ranks
+can round them differently. For this comparison, a sample of their elements is projected on four random vectors of 1 and
+-1. The sample changes with the step.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from autopart.errors import AutopartError, InputError, UsageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
+from autopart.runtime.comm import stop_signal
 from autopart.runtime.comm.process_mesh import Process, begin_gather
 from autopart.runtime.consistency.checksums import checksums
 from autopart.runtime.consistency.rank_checks import by_rank, gather_objects, ranks_text
@@ -150,7 +153,10 @@ class Comparison:
         self.given, self.process = called, process
         if process.host_group is None and not called.trains:
             raise all_frozen()
-        numbers = [process.rank, float(called.trains), *called.numbers()]
+        stops = stop_signal.is_received()
+        if process.host_group is None:
+            process.stop_requested = stops
+        numbers = [process.rank, float(called.trains), float(stops), *called.numbers()]
         self._wait = None if process.host_group is None else begin_gather(numbers, process)
 
     def finish_comparison(self) -> None:
@@ -162,12 +168,13 @@ class Comparison:
             return
         wait, self._wait = self._wait, None
         rows = wait().tolist()
-        _, _, *first = rows[0]
+        _, _, _, *first = rows[0]
+        self.process.stop_requested = any(stops for _, _, stops, *_ in rows)
         if not any(trains for _, trains, *_ in rows):
             raise all_frozen()
-        if all(numbers == first for _, _, *numbers in rows):
+        if all(numbers == first for _, _, _, *numbers in rows):
             return
-        numbers_of, groups = {int(rank): numbers for rank, _, *numbers in rows}, same_rows(self.process.mesh)
+        numbers_of, groups = {int(rank): numbers for rank, _, _, *numbers in rows}, same_rows(self.process.mesh)
         called_alike = all(numbers[:CALL] == first[:CALL] for numbers in numbers_of.values())
         if not called_alike or not self._same_values(numbers_of, groups):
             if problem := self._first_problem():

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from autopart.errors import StageError, UsageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
+from autopart.runtime.comm import stop_signal
 from autopart.runtime.comm.process_mesh import Process, first_ranks_seed
 from autopart.runtime.gradients.no_sync import NoSync, sharded_error
 from autopart.runtime.sharded_tensor.shard_spec import total_over_stages
@@ -86,6 +87,21 @@ class MeshMethods(nn.Module):
         ]
         total = torch.stack([value.reshape(()) for value in values]).sum() if values else None
         return total_over_stages(total, self._process)
+
+    @property
+    def stop_requested(self) -> bool:
+        """True if a rank has received SIGTERM, with which Slurm, Kubernetes and torchrun stop a job.
+
+        The value is equal on all ranks, because the ranks agree on it at the beginning of each `step` or forward. From
+        the first use of this property on, SIGTERM no longer ends the process: your loop must end.
+
+        Example (at the end of a training step):
+            if pm.stop_requested:
+                pm.save("run", optimizer=optimizer, step=step)
+                sys.exit(143)
+        """
+        stop_signal.listen()
+        return self._process.stop_requested
 
     def pause_timeout(self) -> AbstractContextManager[None]:
         """Context manager that pauses `timeout=` while this rank does other work, such as evaluation.

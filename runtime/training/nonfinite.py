@@ -1,4 +1,4 @@
-"""NaN and infinity in a training step: detection on all ranks, and a search for the operator that computes them."""
+"""NaN and infinity in a training step: detection on all ranks, and search for their origin."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def report_nonfinite(found: str, origins: str, options: StepOptions, process: Pr
 
 
 class OriginSearch(TorchDispatchMode):
-    """Dispatch mode that finds the first operator whose result has NaN, or infinity that its inputs do not have.
+    """Dispatch mode that finds the first operator whose result has NaN, or new infinity.
 
     It covers forward and backward, but no uninitialized memory and no collectives. Operators are named by their nodes
     in `graphs`, and in the graphs that these call.

@@ -22,7 +22,7 @@ from autopart.errors import InputError, NonFiniteError, UsageError
 class PlainMethods:
     """The methods that `ParallelModule` adds to `nn.Module`, for an unpartitioned model in one process."""
 
-    data_rank, num_data_ranks, skipped_steps, loss_scale = 0, 1, 0, 1.0
+    data_rank, num_data_ranks, skipped_steps, loss_scale, stop_requested = 0, 1, 0, 1.0, False
 
     def step(
         self, *args: Any, loss_fn: Callable[..., Tensor] | None = None, target: Any = None,

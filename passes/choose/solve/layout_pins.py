@@ -107,9 +107,9 @@ class AxisConstraints:
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the options (strategies of an operator) that fit the user's pins and the layouts chosen so far.
+        """Return the options (strategies of an operator) that fit the user's pins and earlier layouts.
 
-        Mesh axes are solved in turn. A layout on an axis that is already solved is fixed.
+        Mesh axes are solved in turn. Layouts on an axis that is already solved are fixed.
         """
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._adapt_to_inner_axes(node, o, taken[o.factor]) for o in options]
