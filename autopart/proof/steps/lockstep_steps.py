@@ -99,11 +99,14 @@ class SingleDeviceTraining:
                 return tree_flatten(call(self.reference.model, dict(arguments)))[0]
         traced = subject.traced
         update_unsharded_weights(traced.parameters, traced.weight_updates, traced.call.tensors)
-        subject = GraphUnderTest(replace(traced, weight_updates={}), subject.loss, subject.random_seed)
+        # The backward, which runs after the update of the buffers, needs their values from before it.
+        before = {name: traced.buffers[name].clone() for name in traced.buffer_updates}
+        copied = replace(traced, weight_updates={}, buffers={**traced.buffers, **before})
+        subject = GraphUnderTest(copied, subject.loss, subject.random_seed)
         values = subject.values()
         with torch.no_grad():
-            for name, node in subject.traced.buffer_updates.items():
-                subject.traced.buffers[name].copy_(values[node])
+            for name, node in traced.buffer_updates.items():
+                traced.buffers[name].copy_(values[node])
         return subject.flat_outputs(values)
 
     def names_of_full_tensors(self) -> set[str]:
