@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autopart.cost.count.program_summary import collectives, cost, stage_rows
 from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.count.tabulate import tabulate
+from autopart.cost.predict.host_time import host_notes
 from autopart.cost.predict.simulate import schedule_notes, simulated
 from autopart.cost.predict.stage_balance import TIME_TOLERANCE, Partition
 from autopart.cost.predict.table import TableCost
@@ -71,7 +72,7 @@ def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
     table = tabulate(problem.trace, counted.program, counted.walks, {}, is_compiled)
     table = deduplicated_rows(table, decisions.scatter_sends, problem.trace.folds)
     chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
-    return TableCost(table, plan_setting(table, problem.mesh, problem.schedule, *chosen), problem.hardware)
+    return TableCost(table, plan_setting(table, problem.mesh, problem.schedule, *chosen, is_compiled), problem.hardware)
 
 
 def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_even: Partition | None) -> list[str]:
@@ -129,6 +130,7 @@ def plan_of(
     worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
     step = simulated(took, schedule, mesh, held)
     stages = decisions.num_stages
+    sizes = {"tp": mesh.tensor_parallel_size, "microbatches": schedule.microbatches}
     most_even = partition(traced.graph, stages, traced.folds, tail=decisions.tail) if stages > 1 else None
     bound = None if most_even is None else most_even.lower_bound
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
@@ -141,6 +143,7 @@ def plan_of(
         cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,
         memory=held, timing=took,
         notes=(*own_notes, *_balance_notes(problem, rows, most_even),
-               *_tail_notes(draft, options), *schedule_notes(took, schedule, mesh, held, step, hardware), *notes),
+               *_tail_notes(draft, options), *schedule_notes(took, schedule, mesh, held, step, hardware),
+               *host_notes(step.parts, step.step_time_s, sizes), *notes),
         pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from autopart.cost.formula.step_formula import Formula
     from autopart.cost.hardware.profile import Hardware
+    from autopart.cost.hardware.system import System
     from autopart.cost.predict.run_setting import RunSetting
     from autopart.cost.predict.simulate import Simulation
     from autopart.cost.predict.table import Table
@@ -245,8 +246,14 @@ class Cost(dict[str, Any]):
         self._check_divides(mesh)
         return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
 
-    def variant(self, mesh: Mesh, schedule: Schedule, zero: int) -> Figures:
-        """Predict step and memory for another mesh, schedule and ZeRO stage, with the plan's global batch.
+    def variant(
+        self, mesh: Mesh, schedule: Schedule, zero: int, rows: float | None = None, system: System | None = None
+    ) -> Figures:
+        """Predict step and memory for another mesh, schedule and ZeRO stage.
+
+        Args:
+            rows: samples of the global batch. None: those of the plan.
+            system: the system that runs the plan. None: autopart's runtime.
 
         Raises the errors of `at`. A change to or from ZeRO-3 is not possible, because ZeRO-3's gathers are operators of
         the plan.
@@ -257,7 +264,8 @@ class Cost(dict[str, Any]):
             check_schedule(schedule.name, stages, mesh.size("pp"), schedule.microbatches)
         self._check_divides(mesh)
         cuts = setting.cuts if stages == len(self._plan.cuts) + 1 else None
-        changed = replace(setting, mesh=mesh, schedule=schedule, zero=zero, cuts=cuts)
+        rows = setting.rows if rows is None else rows
+        changed = replace(setting, mesh=mesh, schedule=schedule, zero=zero, cuts=cuts, rows=rows).run_by(system)
         return replace(self._figures(self._predict(changed)), notes=self._notes(mesh, {"b": changed.b}))
 
     def _check_divides(self, mesh: Mesh) -> None:
@@ -293,6 +301,10 @@ class Cost(dict[str, Any]):
         """Predict the step and the memory of the plan on other hardware."""
         return self._figures(self._predicted({}, hardware))
 
+    def run_by(self, system: System) -> Simulation:
+        """Simulate a step of the plan that another system runs."""
+        return self._predict(self._setting({}).run_by(system))
+
     def _figures(self, simulation: Simulation) -> Figures:
         memory = max(simulation.memory, key=lambda row: row["total"])
         kinds = {kind: memory[kind] for kind in MEMORY_KINDS}
@@ -321,7 +333,8 @@ class Cost(dict[str, Any]):
         table = self.table
         rows = sizes.get("b", table.b) * mesh.data_parallel_size * schedule.microbatches
         counted = plan_setting(
-            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, parse_sync(plan.dp_sync)
+            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, parse_sync(plan.dp_sync),
+            plan.compile,
         )
         stages = mesh.size("pp") * schedule.virtual_stages
         are_own = stages == len(plan.cuts) + 1 and ("stages" in plan.pins or sizes.get("s", table.s) == table.s)

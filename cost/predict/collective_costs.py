@@ -94,7 +94,7 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
     if kind not in _TIME or num_ranks == 1:
         return 0.0
     inside, nodes = levels(num_ranks, hardware.devices_per_node, stride)
-    return float(_TIME[kind](inside, nodes, size_bytes, *hardware.links(kind)))
+    return float(_TIME[kind](inside, nodes, size_bytes, *hardware.links(kind, nodes)))
 
 
 def wire_bytes(kind: str, num_ranks: int, size_bytes: float) -> float:

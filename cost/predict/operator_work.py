@@ -207,8 +207,9 @@ def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> 
 
 
 def gradient_sum_s(
-    size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware, kind: str = "all_reduce"
-) -> float:
+    size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware, kind: str = "all_reduce",
+    bucket_bytes: float = BUCKET_BYTES,
+) -> float:  # fmt: skip
     """Return the seconds to reduce gradients of `size_bytes` bytes in buckets.
 
     An all-reduce works in place. A reduce-scatter of gradients, or an all-gather of parameters, copies into and out of
@@ -217,10 +218,11 @@ def gradient_sum_s(
     Args:
         groups: groups of ranks, each as (axis, ranks, stride in ranks). The groups reduce one after another.
         kind: "all_reduce", "reduce_scatter" or "all_gather".
+        bucket_bytes: bytes of a bucket.
     """
-    whole, rest = divmod(size_bytes, BUCKET_BYTES)
+    whole, rest = divmod(size_bytes, bucket_bytes)
     copies, total_s = 0 if kind == "all_reduce" else BUCKET_COPIES, 0.0
-    for count, size in ((whole, BUCKET_BYTES), (1, rest)):
+    for count, size in ((whole, bucket_bytes), (1, rest)):
         if count and size:
             summed = sum(time_s(kind, n, size, hardware, stride) for _, n, stride in groups)
             total_s += count * (summed + copies * hardware.traffic_time_s(2 * size))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from autopart.cost.hardware.system import System
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import Schedule
@@ -33,6 +34,8 @@ class RunSetting:
         tokens: tokens per sample. None: the tokens for which the table was counted.
         prefetch: number of blocks that ZeRO-3 gathers ahead of their use.
         dp_sync: how data-parallel ranks synchronize gradients or models.
+        compiled: True if stages are compiled (`compile=True`).
+        system: the system that runs the plan. None: autopart's runtime.
     """
 
     mesh: Mesh
@@ -49,6 +52,17 @@ class RunSetting:
     tokens: float | None = None
     prefetch: int = 1
     dp_sync: SyncOption = ALL_REDUCE
+    compiled: bool = False
+    system: System | None = None
+
+    def run_by(self, system: System | None) -> RunSetting:
+        """Return the setting for a run of the plan by another system."""
+        if system is None:
+            return self
+        hidden = None if system.overlap_gradients is None else float(system.overlap_gradients)
+        scatters = self.scatter_sends if system.scatter_sends is None else system.scatter_sends
+        return replace(self, system=system, hidden_sums=hidden, fused_sums=system.fused_sums, scatter_sends=scatters,
+                       overlap_sends=system.overlap_sends)  # fmt: skip
 
     @property
     def b(self) -> float:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopart.common.files import write_whole
 from autopart.common.text import TEXT_WIDTH, ShownAsText, quantity
 from autopart.cost.hardware.profile import Hardware
+from autopart.cost.hardware.system import System
 from autopart.cost.predict.collective_costs import time_s
 from autopart.cost.predict.step_trace import chrome_trace
 from autopart.cost.predict.timeline import Durations, Timeline, timeline
@@ -152,14 +153,17 @@ class Simulation(ShownAsText):
         )
 
 
-def simulate(plan: Plan) -> Simulation:
+def simulate(plan: Plan, *, system: str | None = None) -> Simulation:
     """Predict a training step of a plan on the hardware that the plan was made for.
 
     The schedule's actions are those that the runtime executes, with durations from `plan.timing`. As in the runtime,
     weights are prefetched, and gradient reduction overlaps with the last backward, except for the last bucket. The
     field `overlap` of the hardware profile is the share of an overlapped collective that costs no time.
 
-    Raises PlanError for a plan without `timing`.
+    Args:
+        system: another training system that runs the plan: the name of a description (`megatron`, `nanotron`), or the
+            path of a JSON file. None: autopart's runtime.
+    Raises PlanError for a plan without `timing`, and OptionError for an unknown system.
 
     Example:
         >>> plan = autopart.plan(model, "dp8,tp8", example_kwargs=batch)    # doctest: +SKIP
@@ -171,6 +175,8 @@ def simulate(plan: Plan) -> Simulation:
             hint="make the plan again with autopart.plan(...), or keep this entry in the file",
         )  # fmt: skip
     with reading_figures(plan):
+        if system is not None:
+            return replace(plan.cost.run_by(System.load(system)), plan=plan)
         return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 
 
@@ -197,7 +203,7 @@ def simulated(
         seconds["forward"], whole, inputs, weights, received, received,
         [row["gradient_sum_s"] for row in ranks], timing.get("hidden_sums", 0.0),
         [row["optimizer_s"] + row.get("gather_s", 0.0) + row.get("methods_s", 0.0) for row in ranks],
-        timing.get("tied", ()),
+        timing.get("tied", ()), _host(stages),
     )  # fmt: skip
     ran = timeline(
         schedule.name, num_stages, mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends,
@@ -210,6 +216,20 @@ def simulated(
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, ran, home, schedule.microbatches),
         timing.get("peak_dtype", ""), tuple(memory),
     )  # fmt: skip
+
+
+def _host(stages: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return {kind of action: for each stage, seconds of the CPU}; {} if the plan does not count the CPU."""
+    if not any(row.get("host") for row in stages):
+        return {}
+    host = {part: [row.get("host", {}).get(part, 0.0) for row in stages] for part in TIMING_PARTS}
+    whole = [math.fsum(parts) for parts in zip(*(host[part] for part in _BACKWARDS), strict=True)]
+    splits = [not again for again in host["recompute"]]
+    return {
+        "F": host["forward"], "B": whole,
+        "I": [s if split else every for s, every, split in zip(host["input_backward"], whole, splits, strict=True)],
+        "W": [s if split else 0.0 for s, split in zip(host["weight_backward"], splits, strict=True)],
+    }  # fmt: skip
 
 
 AHEAD = "interleaved_1f1b"
@@ -249,6 +269,9 @@ def schedule_notes(
         f"{after} per step instead of {before}, with up to {more} instead of {held} microbatches in flight",
     )
 
+
+SLACK = 1e-9
+"""Largest share of the busy seconds that is due to rounding."""
 
 WAITS = 0.95
 """A note recommends overlapped sends if they reduce the step time to at most this share of the 1F1B time."""
@@ -295,6 +318,10 @@ def _parts(
                 for kind, seconds in row.get(part, {}).items():
                     kinds[kind] += (1 if row.get("tail") else microbatches) * seconds
     once = ranks[busiest]
+    worked_s = math.fsum(kinds.values())
+    waited_s = ran.busy_s[busiest] - worked_s
+    if waited_s > SLACK * worked_s:  # the device waited for the CPU
+        kinds["host"] = waited_s
     hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # this share overlaps with the last backward
     sums = once["gradient_sum_s"] - hidden
     last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0),

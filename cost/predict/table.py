@@ -20,6 +20,7 @@ import numpy as np
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.dp_sync_costs import by_method, sync_s
+from autopart.cost.predict.host_time import HostRates
 from autopart.cost.predict.operator_work import (
     NOTHING,
     Size,
@@ -47,6 +48,7 @@ from autopart.cost.predict.table_rows import (
     summed_over,
 )
 from autopart.ir.layout import mesh_axes_of
+from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of
@@ -216,6 +218,34 @@ class TableCost:
         """Return each size of the setting (`b`, `s`, ranks) divided by the size at which a row was counted."""
         return self.tail_times if row.once else self.times
 
+    @property
+    def casts_weights(self) -> bool:
+        """True if weights are cast to the compute dtype in every microbatch."""
+        return self.setting.system is None or self.setting.system.casts_weights
+
+    @cached_property
+    def host(self) -> HostRates:
+        """Seconds of the CPU to issue a kernel and a collective."""
+        return HostRates.of(self.hardware, self.setting.system, self.setting.compiled, self.mesh)
+
+    @cached_property
+    def host_by_row(self) -> list[dict[str, float]]:
+        """Seconds of the CPU to issue each row of the table: {part of a step, such as "forward": seconds}."""
+        return [self._host(row) for row in self.table.rows] if any(self.host) else []
+
+    def _host(self, row: OperatorRow) -> dict[str, float]:
+        seconds = dict.fromkeys(TIMING_PARTS, 0.0)
+        for part, works in self._works(row):
+            share, target = (self._later, "weight_backward") if part == "accumulate" else (1.0, part)
+            seconds[target] += share * self.host.seconds(works, self.mesh)
+        return seconds
+
+    @property
+    def bucket_bytes(self) -> float:
+        """Bytes of a bucket of gradients or parameters that one collective reduces or gathers."""
+        asked = None if self.setting.system is None else self.setting.system.bucket_bytes
+        return BUCKET_BYTES if asked is None else asked
+
     @cached_property
     def row_bytes(self) -> RowBytes:
         """Arrays of shape [rows] with the bytes of each row of the cost table."""
@@ -345,7 +375,7 @@ class TableCost:
         zero = self.setting.zero
         for name in row.parameters:
             parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._zero_axis(name)
-            if parameter.casts and not (is_cut and zero < 3):  # else the parameter is cast once a step
+            if parameter.casts and self.casts_weights and not (is_cut and zero < 3):  # else the parameter is cast once a step
                 cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
                 if parameter.trained:
@@ -396,9 +426,12 @@ class TableCost:
             for (axis, kind), (count, sent, took) in moved.items()
         ]
         self._subtract_overlap(parts, stage)
+        host = {part: math.fsum(self.host_by_row[position][part] * count for position, count in often.items())
+                for part in TIMING_PARTS if self.host_by_row}  # fmt: skip
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
         return {
             "stage": index, **({"tail": True} if index == self.num_stages else {}), **shown, "collectives": collectives,
+            **({"host": {part: _digits(s) for part, s in host.items() if s}} if host else {}),
             "receives_bytes": round(received.sent_bytes(self.mesh, self.scatters)),
             "receives_s": _digits(received.time_s(self.mesh, self.hardware, self.scatters)),
         }  # fmt: skip
@@ -468,7 +501,7 @@ class TableCost:
             everywhere: for each `pp` coordinate, the names of its rank's parameters.
         """
         sums = self._reduced_bytes(parameters, everywhere)
-        seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
+        seconds = sum(gradient_sum_s(size, groups, self.hardware, bucket_bytes=self.bucket_bytes) for groups, size in sums.items())
         trained = sum(map(self.gradient_bytes, parameters.values()))
         copied = (self.versions - 1) * sum(map(self.local_bytes, parameters.values()))
         methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(parameters))
@@ -479,8 +512,9 @@ class TableCost:
             if self.setting.zero == 1:
                 scattered = sum(self.summed_bytes(known) for known in stored_there
                                 if self.is_cut(known) and not self.is_sent_whole(known))  # fmt: skip
-                seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
-            gathers_s += gradient_sum_s(sum(map(self.whole_bytes, stored_there)), ranks, self.hardware, "all_gather")
+                seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter", self.bucket_bytes)
+            gathered = sum(map(self.whole_bytes, stored_there))
+            gathers_s += gradient_sum_s(gathered, ranks, self.hardware, "all_gather", self.bucket_bytes)
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
         row = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied)}
         row |= {"gather_s": gathers_s} if gathers_s else {}

@@ -24,17 +24,18 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 
 
 def plan_setting(
-    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: SyncOption
-) -> RunSetting:
+    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: SyncOption,
+    compiled: bool = False,
+) -> RunSetting:  # fmt: skip
     """Return the setting for which the cost table of a plan was counted.
 
     Args:
-        mesh, schedule, zero, prefetch, scatter_sends, dp_sync: fields of the plan.
+        mesh, schedule, zero, prefetch, scatter_sends, dp_sync, compiled: fields of the plan.
     """
     rows = table.b * mesh.data_parallel_size * schedule.microbatches
     return RunSetting(
         mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends,
-        dp_sync=dp_sync, cuts=table.cuts[mesh.size("pp") * schedule.virtual_stages],
+        dp_sync=dp_sync, compiled=compiled, cuts=table.cuts[mesh.size("pp") * schedule.virtual_stages],
     )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class Durations:
         grad_sum_hidden: share of the reduction, 0 to 1, that may overlap with the backward of the last microbatch.
         optimizer_s: optimizer update once a step, per rank.
         tied: groups of ranks that reduce gradients of tied parameters together.
+        host_s: {kind of action: for each stage, seconds of the CPU to issue the kernels of one microbatch}; empty if
+            the CPU is not counted.
     """
 
     forward_s: Sequence[float]
@@ -48,6 +50,7 @@ class Durations:
     grad_sum_hidden: float = 0.0
     optimizer_s: Sequence[float] = ()
     tied: Sequence[Sequence[int]] = ()
+    host_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Span(NamedTuple):
@@ -185,6 +188,8 @@ def timeline(
     - If sends overlap, each direction between two ranks carries one value at a time. The model assumes that all
       receives are posted before the matching sends.
     - DualPipeV runs some pairs of actions as one action, and sends the results of both at the end of the pair.
+    - The CPU of a rank issues actions one after another, ahead of the device. An action ends when the device has run
+      it, but not before the CPU has issued all of it.
     - PipeDream-2BW receives like 1F1B. The timeline is one step in the steady state, in which each rank continues as
       soon as it has updated its weights.
 
@@ -361,6 +366,7 @@ class _EventSimulation:
             "F": durations.forward_s, "B": durations.backward_s,
             "I": durations.input_backward_s, "W": durations.weight_backward_s, "U": once_s,
         }  # fmt: skip
+        self.issued_s = [0.0] * len(orders)  # when the CPU of each rank has issued its actions so far
         self.spans: list[list[Span]] = [[] for _ in orders]
         self.unsent: list[list[Action]] = [[] for _ in orders]
         self.done: dict[_Result, float] = {}
@@ -393,6 +399,9 @@ class _EventSimulation:
             if kind == "U":
                 start = max([start, *(self.done[result] for result in self._tied_backwards(action))])
             clock = start + self.seconds[kind][stage]
+            if host := self.durations.host_s.get(kind):  # the device runs the kernels in a queue that the CPU fills
+                self.issued_s[rank] += host[stage]
+                clock = max(clock, self.issued_s[rank])
             spans.append(Span(start, clock, stage, kind, microbatch))
             self.done[_result(action)] = clock
             if self.durations.tied and kind == "B":

@@ -1,0 +1,237 @@
+"""Predict published training runs, one row each, through `autopart.plan` and `autopart.simulate`.
+
+    python benchmarks/published_rows.py [--rows FILE ...] [--sources NAME ...] [--plans FOLDER] [--system NAME | none]
+                                        [--list] [--whole NUMBER] [--json]
+
+**Which rows may be fitted.** A row may be used to choose a constant only if `may_fit` is true: the SHA-256 of its
+source, model and settings (not of its measurement), taken as a number, is a multiple of 4. That is a quarter of the
+rows. All other rows are only predicted.
+
+**Format.** A file of rows is a CSV with the columns of `Row`. `published_runs/rows.csv` quotes rows of the sources.
+`published_runs/sources.json` states for each source where its rows are from, the models' configs, and the words with
+which a user predicts them: `hardware=`, `system=` and the options of `autopart.plan`.
+
+One plan is made for each model and size of `tp`, with two samples per microbatch. `plan.cost.variant` predicts the plan
+on the other meshes, microbatches and ZeRO stages. `--whole N` also makes N complete plans, and prints how far they are
+from these predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import autopart
+from autopart.cost.hardware.system import System
+from autopart.ir.mesh import Mesh
+from autopart.ir.run.schedules import Schedule
+from autopart.plans.plan import Plan
+
+FOLDER = Path(__file__).parent / "published_runs"
+SOURCES: Mapping[str, Mapping[str, Any]] = json.loads((FOLDER / "sources.json").read_text())
+FITTED_OF = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run: its settings, the measured seconds of a step, and GB of a rank (0: not published).
+
+    Args:
+        microbatch: samples of a microbatch on a rank.
+        microbatches: microbatches of a step.
+    """
+
+    source: str
+    model: str
+    gpus: int
+    dp: int
+    tp: int
+    pp: int
+    zero: int
+    microbatch: int
+    microbatches: int
+    step_s: float
+    memory_gb: float
+
+    @property
+    def name(self) -> str:
+        mesh = ",".join(f"{axis}{getattr(self, axis)}" for axis in ("pp", "dp", "tp"))
+        return f"{self.model} {mesh} zero={self.zero} {self.microbatches}x{self.microbatch}"
+
+    @property
+    def may_fit(self) -> bool:
+        """True if a constant may be chosen by this row."""
+        digest = hashlib.sha256(f"{self.source} {self.name}".encode()).hexdigest()
+        return int(digest, 16) % FITTED_OF == 0
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.gpus / 8)
+
+    @property
+    def mesh(self) -> Mesh:
+        sizes = {axis: getattr(self, axis) for axis in ("pp", "dp", "tp")}
+        return Mesh({axis: size for axis, size in sizes.items() if size > 1})
+
+    @property
+    def schedule(self) -> Schedule:
+        """1F1B; with fewer microbatches than stages GPipe, whose actions are then those of 1F1B."""
+        name = None if self.pp == 1 else "1f1b" if self.microbatches >= self.pp else "gpipe"
+        return Schedule(name, self.microbatches, 1)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read rows from a CSV file with the columns of `Row`."""
+    with path.open() as file:
+        found = csv.DictReader(line for line in file if not line.startswith("#"))
+        return [Row(**{f.name: _value(f.type, row[f.name]) for f in fields(Row)}) for row in found]
+
+
+def _value(kind: Any, text: str) -> Any:
+    return {"int": int, "float": float, "str": str}[kind](text or 0)
+
+
+class Plans:
+    """Plans of the published models, stored in a folder.
+
+    Args:
+        folder: where plans are kept. A plan that is there is not made again.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.known: dict[Path, Plan] = {}
+
+    def of(self, row: Row) -> Plan:
+        """Return the plan of a row's model and tensor parallelism, for two samples, as a batch of one has no batch dim to scale."""
+        path = self.folder / f"{row.source}-{row.model}-tp{row.tp}.json"
+        if path not in self.known:
+            if not path.exists():
+                self.make(row, {"tp": row.tp} if row.tp > 1 else {"dp": 1}, 2, 1).save(path)
+            self.known[path] = Plan.load(path)
+        return self.known[path]
+
+    def make(self, row: Row, mesh: Mapping[str, int], samples: int, microbatches: int, **options: Any) -> Plan:
+        """Plan a row's model as a user does.
+
+        Args:
+            samples: samples of the global batch.
+        """
+        source = SOURCES[row.source]
+        config = source["models"][row.model]
+        with torch.device("meta"):
+            if source["kind"] == "llama":
+                model, length = LlamaForCausalLM(LlamaConfig(**config, use_cache=False)), source["tokens"]
+            else:
+                dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+                attention = {"attn_implementation": source["attention"]}
+                model, length = GPT2LMHeadModel(GPT2Config(**config, **dropout, **attention)), source["tokens"]
+            model.loss_type = "ForCausalLM"
+            ids = torch.zeros(samples, length, dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        return autopart.plan(model, mesh, example_kwargs=batch, hardware=source["hardware"],
+                             microbatches=microbatches, **source["options"], **options)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A row with its prediction."""
+
+    row: Row
+    step_s: float
+    memory_gb: float
+    parts_s: Mapping[str, float]
+    best: bool
+
+    @cached_property
+    def error(self) -> float:
+        return self.step_s / self.row.step_s - 1
+
+    @property
+    def groups(self) -> Iterator[str]:
+        row = self.row
+        yield "all"
+        yield "one node" if row.nodes == 1 else "several nodes"
+        if self.best:
+            yield "half of the best"
+            yield f"half of the best, {'one node' if row.nodes == 1 else 'several nodes'}"
+        if row.pp == 1 and row.tp <= 8:
+            yield "pp=1, tp<=8"
+        if row.tp > 8:
+            yield "tp over nodes"
+
+
+def predict_rows(rows: Iterable[Row], plans: Plans) -> list[Predicted]:
+    """Predict rows. Raises the errors of `autopart.plan`."""
+    rows = list(rows)
+    fastest: dict[tuple[str, str, int], float] = {}
+    for row in rows:
+        cell = row.source, row.model, row.gpus
+        fastest[cell] = min(fastest.get(cell, math.inf), row.step_s)
+    systems = {name: System.load(source["system"]) if "system" in source else None for name, source in SOURCES.items()}
+    found = []
+    for row in rows:
+        plan = plans.of(row)
+        samples = row.dp * row.microbatch * row.microbatches
+        figures = plan.cost.variant(row.mesh, row.schedule, row.zero, samples, systems[row.source])
+        best = row.step_s <= 2 * fastest[row.source, row.model, row.gpus]
+        found.append(Predicted(row, figures.step_time_s, figures.memory_bytes / 1e9, figures.parts_s, best))
+    return found
+
+
+def summary(found: Sequence[Predicted]) -> dict[str, dict[str, Any]]:
+    """Return {group: errors of the step times, as mean, median, 90th percentile, signed mean and number of rows}."""
+    groups: dict[str, list[float]] = {}
+    for one in found:
+        for group in one.groups:
+            kind = "may be fitted" if one.row.may_fit else "not fitted"
+            groups.setdefault(f"{one.row.source}, {group}, {kind}", []).append(one.error)
+    return {name: statistics_of(errors) for name, errors in sorted(groups.items())}
+
+
+def statistics_of(errors: Sequence[float]) -> dict[str, Any]:
+    sizes = sorted(map(abs, errors))
+    n = len(sizes)
+    middle = (sizes[(n - 1) // 2] + sizes[n // 2]) / 2
+    return {"rows": n, "mean": sum(sizes) / n, "median": middle, "p90": sizes[min(n - 1, math.ceil(0.9 * n) - 1)],
+            "signed": sum(errors) / n}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=Path, nargs="*", default=[FOLDER / "rows.csv"], help="CSV files of rows")
+    parser.add_argument("--sources", nargs="*", default=list(SOURCES), help="sources whose rows are predicted")
+    parser.add_argument("--plans", type=Path, help="folder in which plans are kept")
+    parser.add_argument("--list", action="store_true", help="print every row")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    rows = [row for path in arguments.rows for row in read_rows(path) if row.source in arguments.sources]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.plans or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = predict_rows(rows, Plans(folder))
+    if arguments.list:
+        for one in found:
+            print(f"{one.row.gpus:>4} {one.row.name:<44}{one.row.step_s:>10.4g}{one.step_s:>10.4g}{one.error:>8.1%}")
+    groups = summary(found)
+    print(f"{'group':<64}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'signed':>8}")
+    for name, one in groups.items():
+        print(f"{name:<64}{one['rows']:>5}{one['mean']:>8.1%}{one['median']:>8.1%}{one['p90']:>8.1%}{one['signed']:>+8.1%}")
+    if arguments.json:
+        print(json.dumps({"benchmark": "published_rows", "groups": groups}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Descriptions of other training systems: JSON files that say how a system runs a plan, with sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from autopart.common.files import read_text
+from autopart.common.json_text import parse_json
+from autopart.errors import OptionError
+
+_SYSTEMS = Path(__file__).parent / "systems"
+_FORM = '"name", "source", and entries as in autopart/cost/hardware/systems'
+
+
+@dataclass(frozen=True)
+class System:
+    """How a training system runs a plan, if it differs from autopart's runtime. None: as autopart.
+
+    Args:
+        name: name of the system.
+        source: where its entries are from.
+        casts_weights: True if weights are cast to the compute dtype in every microbatch. False: the system stores
+            weights in the compute dtype, and casts once a step.
+        fused_sums: True if matrix products add weight gradients to those of earlier microbatches.
+        overlap_gradients: True if gradients are reduced during the last backward.
+        bucket_bytes: bytes of gradients or parameters that one collective reduces or gathers.
+        scatter_sends: True if `tp` ranks send shards of replicated values to the next stage.
+        overlap_sends: True if sends between stages overlap with compute.
+        host_operator_s, host_collective_s: seconds of the CPU to issue a kernel and a collective, as in a hardware
+            profile.
+        host_collective_pipeline_s, host_collective_rank_s: with a pipeline, seconds of the CPU per collective, and in
+            addition per rank of its group.
+    """
+
+    name: str
+    source: str
+    casts_weights: bool = True
+    fused_sums: bool = False
+    overlap_gradients: bool | None = None
+    bucket_bytes: float | None = None
+    scatter_sends: bool | None = None
+    overlap_sends: bool | None = None
+    host_operator_s: float | None = None
+    host_collective_s: float | None = None
+    host_collective_pipeline_s: float | None = None
+    host_collective_rank_s: float = 0.0
+
+    @staticmethod
+    def load(system: str | Path) -> System:
+        """Load a description by name, such as `megatron`, or from a JSON file.
+
+        Raises OptionError if there is no such system, or an entry is invalid.
+        """
+        path = Path(system) if str(system).endswith(".json") else _SYSTEMS / f"{system}.json"
+        if not path.exists():
+            raise OptionError(f"there is no system '{system}'", why=f"the systems are {', '.join(system_names())}",
+                              hint="one of these names, or the path of a JSON file in the same format")  # fmt: skip
+        text = read_text(path, "a system", OptionError, _FORM)
+        return _checked(parse_json(text, str(path), OptionError, _FORM), str(path))
+
+
+def system_names() -> list[str]:
+    """Return the names of the systems that come with autopart."""
+    return sorted(path.stem for path in _SYSTEMS.glob("*.json"))
+
+
+def _checked(data: Any, where: str) -> System:
+    kinds: Mapping[str, Any] = {f.name: str(f.type) for f in fields(System)}
+    if not isinstance(data, dict) or not {"name", "source"} <= data.keys() or not data.keys() <= kinds.keys():
+        valid = ", ".join(kinds)
+        raise OptionError("the system cannot be read", why=f"it needs name and source, and may have {valid}",
+                          where=where, hint=_FORM)  # fmt: skip
+    for name, value in data.items():
+        kind = "bool" if isinstance(value, bool) else "float" if isinstance(value, int | float) else "str"
+        if kind not in kinds[name] or (kind == "float" and not 0 <= value < float("inf")):
+            raise OptionError(f"the system has {name} = {value!r}", why=f"it is not a {kinds[name]}", where=where,
+                              hint=_FORM)  # fmt: skip
+    return System(**data)
