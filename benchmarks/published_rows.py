@@ -1,7 +1,7 @@
 """Predict published training runs, one row each, through `autopart.plan` and `autopart.simulate`.
 
-    python benchmarks/published_rows.py [--rows FILE ...] [--sources NAME ...] [--plans FOLDER] [--system NAME | none]
-                                        [--list] [--whole NUMBER] [--json]
+    python benchmarks/published_rows.py [--rows FILE ...] [--sources NAME ...] [--plans FOLDER]
+                                        [--whole N] [--spread FILE] [--list] [--json]
 
 **Which rows may be fitted.** A row may be used to choose a constant only if `may_fit` is true: the SHA-256 of its
 source, model and settings (not of its measurement), taken as a number, is a multiple of 4. That is a quarter of the
@@ -35,6 +35,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import autopart
 from autopart.cost.hardware.system import System
+from autopart.cost.predict.host_time import LIMITS
+from autopart.cost.predict.likely_range import kind_of_plan
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import Schedule
 from autopart.plans.plan import Plan
@@ -123,6 +125,13 @@ class Plans:
             self.known[path] = Plan.load(path)
         return self.known[path]
 
+    def whole(self, row: Row) -> float:
+        """Return the seconds of a step of a complete plan for a row, as a user predicts it."""
+        options: dict[str, Any] = {"schedule": row.schedule.name} if row.pp > 1 else {}
+        samples = row.dp * row.microbatch * row.microbatches
+        plan = self.make(row, row.mesh.sizes, samples, row.microbatches, zero=row.zero, **options)
+        return autopart.simulate(plan, system=SOURCES[row.source]["system"]).step_time_s
+
     def make(self, row: Row, mesh: Mapping[str, int], samples: int, microbatches: int, **options: Any) -> Plan:
         """Plan a row's model as a user does.
 
@@ -135,7 +144,7 @@ class Plans:
             if source["kind"] == "llama":
                 model, length = LlamaForCausalLM(LlamaConfig(**config, use_cache=False)), source["tokens"]
             else:
-                dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+                dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), source["dropout"])
                 attention = {"attn_implementation": source["attention"]}
                 model, length = GPT2LMHeadModel(GPT2Config(**config, **dropout, **attention)), source["tokens"]
             model.loss_type = "ForCausalLM"
@@ -191,6 +200,22 @@ def predict_rows(rows: Iterable[Row], plans: Plans) -> list[Predicted]:
     return found
 
 
+def spread(found: Sequence[Predicted]) -> dict[str, Any]:
+    """Return {kind of plan: [rows, 10th, 90th percentile of measured / predicted seconds]} of rows that are not fitted.
+
+    Rows of a sweep that are below half of the best of their cell are left out: many of them are far below what the
+    hardware can do.
+    """
+    ratios: dict[str, list[float]] = {}
+    for one in found:
+        if not one.row.may_fit and (one.best or one.row.source != "ultrascale"):
+            waits = one.parts_s.get("host", 0.0) > LIMITS * one.step_s
+            kind = kind_of_plan(one.row.mesh.num_ranks, one.row.pp, waits)
+            ratios.setdefault(kind, []).append(one.row.step_s / one.step_s)
+    return {kind: [len(of), *(round(sorted(of)[round(share * (len(of) - 1))], 3) for share in (0.1, 0.9))]
+            for kind, of in sorted(ratios.items())}  # fmt: skip
+
+
 def summary(found: Sequence[Predicted]) -> dict[str, dict[str, Any]]:
     """Return {group: errors of the step times, as mean, median, 90th percentile, signed mean and number of rows}."""
     groups: dict[str, list[float]] = {}
@@ -214,6 +239,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, nargs="*", default=[FOLDER / "rows.csv"], help="CSV files of rows")
     parser.add_argument("--sources", nargs="*", default=list(SOURCES), help="sources whose rows are predicted")
     parser.add_argument("--plans", type=Path, help="folder in which plans are kept")
+    parser.add_argument("--whole", type=int, default=0, metavar="N", help="make complete plans of N rows as well")
+    parser.add_argument("--spread", type=Path, help="write the errors by kind of plan to this JSON file")
     parser.add_argument("--list", action="store_true", help="print every row")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -221,7 +248,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.plans or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = predict_rows(rows, Plans(folder))
+        plans = Plans(folder)
+        found = predict_rows(rows, plans)
+        for one in [one for one in found if not one.row.may_fit][: arguments.whole]:
+            print(f"{one.row.name}: {plans.whole(one.row) / one.step_s - 1:+.2%} from a complete plan")
+    if arguments.spread:
+        arguments.spread.write_text(json.dumps(spread(found), indent=2) + "\n")
     if arguments.list:
         for one in found:
             print(f"{one.row.gpus:>4} {one.row.name:<44}{one.row.step_s:>10.4g}{one.step_s:>10.4g}{one.error:>8.1%}")

@@ -166,9 +166,11 @@ def report(paths: tuple[str, ...], output: str, as_json: bool) -> None:
 @main.command()
 @click.argument("path", metavar="PLAN.JSON")
 @click.option("--trace", metavar="PATH", help="File to write the step to, for ui.perfetto.dev.  [default: none]")
+@click.option("--system", metavar="NAME", help="Another training system that runs the plan, such as megatron, or the "
+              "path of a JSON file that describes it.  [default: autopart]")  # fmt: skip
 @JSON
 @reports_errors
-def simulate(path: str, trace: str | None, as_json: bool) -> None:
+def simulate(path: str, trace: str | None, system: str | None, as_json: bool) -> None:
     """Predict a training step of a plan on its hardware: time, bubble, memory, collectives.
 
     \b
@@ -178,7 +180,7 @@ def simulate(path: str, trace: str | None, as_json: bool) -> None:
     plan = Plan.load(path)
     from autopart.cost.predict.simulate import simulate as simulate_plan
 
-    simulation = simulate_plan(plan)
+    simulation = simulate_plan(plan, system=system)
     if trace is not None:
         simulation.save_trace(trace)
     tell(as_json, simulation.as_data(), str(simulation))

@@ -23,7 +23,7 @@ import numpy as np
 import sympy
 from sympy.utilities.lambdify import implemented_function
 
-from autopart.cost.hardware.profile import LINK_NUMBERS, Hardware
+from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict import collective_costs
 from autopart.cost.predict.collective_costs import levels
 from autopart.cost.predict.dp_sync_costs import exchanges
@@ -166,13 +166,7 @@ class Formula:
         values = {collective_costs.S: size, collective_costs.k: ranks_of(axis) / inside, collective_costs.g: inside}
         time_s = collective_costs.TIME[kind].subs(values, simultaneous=True)
         has_own_links = kind in self.hardware.collectives
-        if not has_own_links:
-            return time_s
-        rates: list[Any] = [*self.hardware.links(kind)]
-        if points := self.hardware.node_points(kind):
-            between = self.hardware.collectives[kind].get(LINK_NUMBERS[2], self.hardware.node_link_bytes_per_s)
-            rates[2] = between * _curve("share_of_nodes", points)(ranks_of(axis) / inside)
-        return time_s.subs(dict(zip(_LINKS, rates, strict=True)))
+        return time_s.subs(dict(zip(_LINKS, self.hardware.links(kind), strict=True))) if has_own_links else time_s
 
     @cached_property
     def _eff(self) -> Any:

@@ -57,8 +57,7 @@ class Hardware:
         in_order_efficiency: curve that replaces `memory_efficiency` for pointwise operators on contiguous tensors and
             for operands of matrix products. Empty: `memory_efficiency`.
         optimizer_efficiency: share of `memory_bytes_per_s` that the parameter update reaches.
-        collectives: {kind of collective: {link field: its value for these collectives}}. The field `node_efficiency` is
-            a curve: the share of `node_link_bytes_per_s` that a group on this number of nodes reaches.
+        collectives: {kind of collective: {link field: its value for these collectives}}.
         host_operator_s: seconds of the CPU to issue one kernel of eager PyTorch, with its share of autograd; 0: the CPU
             is not counted.
         host_compiled_s: seconds of the CPU to issue one kernel of a compiled graph.
@@ -85,7 +84,7 @@ class Hardware:
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     in_order_efficiency: tuple[tuple[float, float], ...] = ()
     optimizer_efficiency: float = 1.0
-    collectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
+    collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     host_operator_s: float = 0.0
     host_compiled_s: float = 0.0
     host_collective_s: float = 0.0
@@ -210,7 +209,7 @@ class Hardware:
     def memory_points(self, in_order: bool) -> tuple[tuple[float, float], ...]:
         return self.in_order_efficiency if in_order and self.in_order_efficiency else self.memory_efficiency
 
-    def links(self, kind: str, nodes: int = 1) -> tuple[float, float, float, float]:
+    def links(self, kind: str) -> tuple[float, float, float, float]:
         """Return the link rates of one kind of collective.
 
         Returns (bytes/s inside a node, seconds per hop inside a node, bytes/s between nodes, seconds per hop between
@@ -218,17 +217,10 @@ class Hardware:
 
         Args:
             kind: name of the collective.
-            nodes: number of nodes of the group, for profiles whose rate between nodes depends on it.
         """
         of_kind = self.collectives.get(kind, {})
         rates = [of_kind.get(name, getattr(self, name)) for name in LINK_NUMBERS]
-        points = self.node_points(kind)
-        return rates[0], rates[1], rates[2] * (_share(points, nodes) if points else 1.0), rates[3]
-
-    def node_points(self, kind: str) -> tuple[tuple[float, float], ...]:
-        """Return pairs (number of nodes, share of `node_link_bytes_per_s`) of a collective; () if it reaches all."""
-        points: tuple[tuple[float, float], ...] = self.collectives.get(kind, {}).get(NODE_CURVE, ())
-        return points
+        return rates[0], rates[1], rates[2], rates[3]
 
     def half_depth(self, kind: str, dtype: str = "") -> float:
         """Return the inner dim of a product (or head width of attention) at which its rate is half.
@@ -297,7 +289,6 @@ def _share(points: tuple[tuple[float, float], ...], amount: float) -> float:
 
 
 LINK_NUMBERS = ("link_bytes_per_s", "link_latency_s", "node_link_bytes_per_s", "node_link_latency_s")
-NODE_CURVE = "node_efficiency"
 USUAL_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -367,18 +358,17 @@ class _File:
             values["collectives"] = self._collectives(data["collectives"])
         return Hardware(**values)
 
-    def _collectives(self, entry: Any) -> dict[str, dict[str, Any]]:
+    def _collectives(self, entry: Any) -> dict[str, dict[str, float]]:
         rows = entry if isinstance(entry, dict) else {"": entry}
         for kind, row in rows.items():
-            valid = (*LINK_NUMBERS, NODE_CURVE)
-            if not isinstance(row, dict) or not row.keys() <= set(valid):
-                raise self._error(f"has invalid link rates for collectives {kind!r}",
-                                  f"valid fields are {', '.join(valid)}")  # fmt: skip
-        return {kind: {name: self._link(name, f"{name} of {kind}", entry) for name, entry in row.items()}
-                for kind, row in rows.items()}  # fmt: skip
-
-    def _link(self, name: str, label: str, entry: Any) -> Any:
-        return self._curve(label, "nodes", entry, math.inf) if name == NODE_CURVE else self._number(label, entry)
+            if not isinstance(row, dict) or not row.keys() <= set(LINK_NUMBERS):
+                raise self._error(
+                    f"has invalid link rates for collectives {kind!r}", f"valid fields are {', '.join(LINK_NUMBERS)}"
+                )
+        return {
+            kind: {name: self._number(f"{name} of {kind}", number) for name, number in row.items()}
+            for kind, row in rows.items()
+        }
 
     def _value(self, name: str, entry: Any) -> Any:
         """Return the value of an entry, which must also have a unit and a source."""

@@ -11,6 +11,9 @@ from autopart.common.files import read_text
 from autopart.common.json_text import parse_json
 from autopart.errors import OptionError
 
+_MOST = {"overlap_tensor": 1.0}
+"""{entry: its largest valid value}."""
+
 _SYSTEMS = Path(__file__).parent / "systems"
 _FORM = '"name", "source", and entries as in autopart/cost/hardware/systems'
 
@@ -26,13 +29,18 @@ class System:
             weights in the compute dtype, and casts once a step.
         fused_sums: True if matrix products add weight gradients to those of earlier microbatches.
         overlap_gradients: True if gradients are reduced during the last backward.
+        overlap_tensor: share of the seconds of all-gathers and reduce-scatters over `tp` that overlaps with matrix
+            products.
         bucket_bytes: bytes of gradients or parameters that one collective reduces or gathers.
         scatter_sends: True if `tp` ranks send shards of replicated values to the next stage.
         overlap_sends: True if sends between stages overlap with compute.
+        optimizer_values: number of float32 values that the update of the weights reads or writes per parameter, with
+            clipping and casts; 7 for AdamW alone.
+        host_waits: True if the CPU waits for each receive of a pipeline before it issues the next operators.
         host_operator_s, host_collective_s: seconds of the CPU to issue a kernel and a collective, as in a hardware
             profile.
-        host_collective_pipeline_s, host_collective_rank_s: with a pipeline, seconds of the CPU per collective, and in
-            addition per rank of its group.
+        host_collective_pipeline_s, host_collective_rank_s: with a pipeline over several nodes, seconds of the CPU per
+            collective, and in addition per rank of its group.
     """
 
     name: str
@@ -40,9 +48,12 @@ class System:
     casts_weights: bool = True
     fused_sums: bool = False
     overlap_gradients: bool | None = None
+    overlap_tensor: float = 0.0
     bucket_bytes: float | None = None
     scatter_sends: bool | None = None
     overlap_sends: bool | None = None
+    optimizer_values: float = 7.0
+    host_waits: bool = False
     host_operator_s: float | None = None
     host_collective_s: float | None = None
     host_collective_pipeline_s: float | None = None
@@ -75,7 +86,7 @@ def _checked(data: Any, where: str) -> System:
                           where=where, hint=_FORM)  # fmt: skip
     for name, value in data.items():
         kind = "bool" if isinstance(value, bool) else "float" if isinstance(value, int | float) else "str"
-        if kind not in kinds[name] or (kind == "float" and not 0 <= value < float("inf")):
+        if kind not in kinds[name] or (kind == "float" and not 0 <= value <= _MOST.get(name, 1e18)):
             raise OptionError(f"the system has {name} = {value!r}", why=f"it is not a {kinds[name]}", where=where,
                               hint=_FORM)  # fmt: skip
     return System(**data)

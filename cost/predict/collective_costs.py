@@ -1,6 +1,7 @@
 """Alpha-beta costs (latency and bandwidth) of collectives as sympy expressions, for rings of links.
 
-A group of n = g k ranks has g ranks in each of k nodes. An all-reduce is a reduce-scatter inside the nodes, an
+A group of n = g k ranks has g ranks in each of k nodes. A ring over several nodes has n - 1 steps, and each step takes
+as long as its slowest hop, which is between nodes. An all-reduce is a reduce-scatter inside the nodes, an
 all-reduce of each rank's shard (S / g) across nodes, and an all-gather inside the nodes. If k = 1 or g = 1, it is one
 ring over links of one kind.
 
@@ -39,7 +40,7 @@ class Parts(NamedTuple):
 
 
 _crosses = sympy.Piecewise((0, sympy.Eq(k, 1)), (1, True))
-_one_way = Parts(g - 1, (g - 1) / g * S, k - 1, (k - 1) / k * S / g)
+_one_way = Parts((1 - _crosses) * (g - 1), (g - 1) / g * S, _crosses * (g * k - 1), (k - 1) / k * S / g)
 
 PARTS: dict[str, Parts] = {
     "all_reduce": Parts(*(2 * part for part in _one_way)),
@@ -94,7 +95,7 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
     if kind not in _TIME or num_ranks == 1:
         return 0.0
     inside, nodes = levels(num_ranks, hardware.devices_per_node, stride)
-    return float(_TIME[kind](inside, nodes, size_bytes, *hardware.links(kind, nodes)))
+    return float(_TIME[kind](inside, nodes, size_bytes, *hardware.links(kind)))
 
 
 def wire_bytes(kind: str, num_ranks: int, size_bytes: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.hardware.system import System
+from autopart.cost.predict.collective_costs import levels
 from autopart.cost.predict.operator_work import Work
 from autopart.ir.mesh import Mesh
 
@@ -40,7 +41,8 @@ class HostRates(NamedTuple):
             return HostRates(operator_s, hardware.host_collective_s)
         operator_s = operator_s if system.host_operator_s is None else system.host_operator_s
         collective_s = hardware.host_collective_s if system.host_collective_s is None else system.host_collective_s
-        if system.host_collective_pipeline_s is not None and mesh.size("pp") > 1:
+        _, nodes = levels(mesh.size("pp"), hardware.devices_per_node, mesh.stride("pp"))
+        if system.host_collective_pipeline_s is not None and nodes > 1:
             return HostRates(operator_s, system.host_collective_pipeline_s, system.host_collective_rank_s)
         return HostRates(operator_s, collective_s)
 

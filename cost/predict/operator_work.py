@@ -229,11 +229,14 @@ def gradient_sum_s(
     return total_s
 
 
-def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:
+def optimizer_s(
+    size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0, values: float = OPTIMIZER_TRAFFIC
+) -> float:
     """Return the seconds to update `size_bytes` bytes of parameters with AdamW, and to make a copy.
 
     Args:
         copied_bytes: bytes of the copy.
+        values: number of values that the update reads or writes per parameter.
     """
-    updated = OPTIMIZER_TRAFFIC * size_bytes / hardware.optimizer_efficiency
+    updated = values * size_bytes / hardware.optimizer_efficiency
     return (updated + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s

@@ -100,5 +100,5 @@ def load_per_byte(loads: np.ndarray, dtype: str, mesh: Mesh, hardware: Hardware)
         return 0.0
     flops_per_s = float(sizes @ counts) / float(np.array(seconds) @ counts)
     _, nodes = levels(mesh.size("pp"), hardware.devices_per_node, mesh.stride("pp"))
-    inside, _, between, _ = hardware.links("send", nodes)
+    inside, _, between, _ = hardware.links("send")
     return flops_per_s / (inside if nodes == 1 else between) / COMPUTE_OF_FORWARD

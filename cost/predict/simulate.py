@@ -203,7 +203,7 @@ def simulated(
         seconds["forward"], whole, inputs, weights, received, received,
         [row["gradient_sum_s"] for row in ranks], timing.get("hidden_sums", 0.0),
         [row["optimizer_s"] + row.get("gather_s", 0.0) + row.get("methods_s", 0.0) for row in ranks],
-        timing.get("tied", ()), _host(stages),
+        timing.get("tied", ()), _host(stages), timing.get("host_waits", False) and mesh.size("pp") > 1,
     )  # fmt: skip
     ran = timeline(
         schedule.name, num_stages, mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends,

@@ -23,6 +23,7 @@ from autopart.cost.predict.dp_sync_costs import by_method, sync_s
 from autopart.cost.predict.host_time import HostRates
 from autopart.cost.predict.operator_work import (
     NOTHING,
+    OPTIMIZER_TRAFFIC,
     Size,
     Sizes,
     Work,
@@ -322,6 +323,7 @@ class TableCost:
             "recomputed_flops": round(again * microbatches * mesh.num_ranks / mesh.size("pp")),
             "stages": [self.stage(index, stage) for index, stage in enumerate(self.stages)],
             "ranks": [self.once(names, everywhere) for names in self.ranks_hold], "hidden_sums": self.hidden_sums,
+            **({"host_waits": True} if self.setting.system is not None and self.setting.system.host_waits else {}),
             **({"tied": shared_by(self.ranks_hold, self.table.parameters)} if self.versions > 1 else {}),
         }  # fmt: skip
 
@@ -360,11 +362,17 @@ class TableCost:
             for work in works:
                 key = work, row.once
                 if key not in self.seconds:
-                    self.seconds[key] = work.seconds(self.hardware, self.mesh, self.times_of(row))
+                    seconds = work.seconds(self.hardware, self.mesh, self.times_of(row))
+                    self.seconds[key] = seconds * self._shown_share(work)
                 seconds_by_part[target][work.name] = (
                     seconds_by_part[target].get(work.name, 0.0) + self.seconds[key] * share
                 )
         return seconds_by_part
+
+    def _shown_share(self, work: Work) -> float:
+        """Return the share of a collective that does not overlap with compute by the rules of the system."""
+        is_tensor = work.axis == self.mesh.tensor_axis and work.kind in ("all_gather", "reduce_scatter")
+        return 1 - self.setting.system.overlap_tensor if is_tensor and self.setting.system is not None else 1.0
 
     def _works(self, row: OperatorRow) -> Iterator[tuple[str, tuple[Work, ...]]]:
         """Yield the work of an operator for one microbatch, as (part of a step, kernels and collectives).
@@ -516,7 +524,9 @@ class TableCost:
             gathered = sum(map(self.whole_bytes, stored_there))
             gathers_s += gradient_sum_s(gathered, ranks, self.hardware, "all_gather", self.bucket_bytes)
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
-        row = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied)}
+        system = self.setting.system
+        values = OPTIMIZER_TRAFFIC if system is None else system.optimizer_values
+        row = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied, values)}
         row |= {"gather_s": gathers_s} if gathers_s else {}
         row |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) for name, taken in row.items()}

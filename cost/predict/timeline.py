@@ -38,6 +38,7 @@ class Durations:
         tied: groups of ranks that reduce gradients of tied parameters together.
         host_s: {kind of action: for each stage, seconds of the CPU to issue the kernels of one microbatch}; empty if
             the CPU is not counted.
+        host_waits: True if the CPU issues an action only after its inputs have arrived.
     """
 
     forward_s: Sequence[float]
@@ -51,6 +52,7 @@ class Durations:
     optimizer_s: Sequence[float] = ()
     tied: Sequence[Sequence[int]] = ()
     host_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    host_waits: bool = False
 
 
 class Span(NamedTuple):
@@ -400,7 +402,8 @@ class _EventSimulation:
                 start = max([start, *(self.done[result] for result in self._tied_backwards(action))])
             clock = start + self.seconds[kind][stage]
             if host := self.durations.host_s.get(kind):  # the device runs the kernels in a queue that the CPU fills
-                self.issued_s[rank] += host[stage]
+                before = self.issued_s[rank] if not self.durations.host_waits else max(start, self.issued_s[rank])
+                self.issued_s[rank] = before + host[stage]
                 clock = max(clock, self.issued_s[rank])
             spans.append(Span(start, clock, stage, kind, microbatch))
             self.done[_result(action)] = clock

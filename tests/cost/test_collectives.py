@@ -67,12 +67,15 @@ def test_one_level_is_a_ring(kind, profile):
 
 
 def test_two_levels_by_hand():
-    """16 A100 in two nodes: reduce-scatter over NVLink, all-reduce of an eighth over InfiniBand, all-gather."""
+    """16 A100 in two nodes: reduce-scatter over NVLink, all-reduce of an eighth over InfiniBand, all-gather.
+
+    Each of the 15 steps of a ring takes as long as its hop between the nodes.
+    """
     hardware, size = PROFILES["a100-80gb-sxm"], 1 << 30
-    inside = RING["all_gather"](8, size, 235e9, 3e-6)
-    across = RING["all_reduce"](2, size / 8, 25e9, 9.6e-6)
-    assert time_s("all_reduce", 16, size, hardware) == pytest.approx(2 * inside + across, rel=1e-12)
-    assert time_s("all_gather", 16, size, hardware) == pytest.approx(inside + across / 2, rel=1e-12)
+    inside = RING["all_gather"](8, size, 235e9, 0)
+    across = RING["all_gather"](2, size / 8, 25e9, 0) + 15 * 9.6e-6
+    assert time_s("all_reduce", 16, size, hardware) == pytest.approx(2 * (inside + across), rel=1e-12)
+    assert time_s("all_gather", 16, size, hardware) == pytest.approx(inside + across, rel=1e-12)
     # each rank sends 15 pieces of S / 16^2, 7 of them inside its node
     moved = size / 16**2 * (7 / 235e9 + 8 / 25e9) + 7 * 3e-6 + 8 * 9.6e-6
     assert time_s("all_to_all", 16, size, hardware) == pytest.approx(moved, rel=1e-12)
@@ -196,7 +199,8 @@ def test_a_slower_link_makes_no_plan_cheaper(graph, between):
             slower = ShardingProblem(graph, 4, slowed(SPREAD, link, times), {}, {}, between=between)
             now = all_costs(slower)
             assert np.array_equal(np.isinf(now), np.isinf(costs)) and np.all(now >= costs * (1 - 1e-12))
-            assert slower.solve().cost > least * (1 + 1e-6)
+            hidden = link == "link_latency_s"  # every step of these rings takes as long as its hop between nodes
+            assert slower.solve().cost > least * (1 + 1e-6) or hidden
             if link.endswith("latency_s") and between == "whole":  # values lie as they do however small they are
                 assert slower.solve().strategies == programme.solve().strategies
 

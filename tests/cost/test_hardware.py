@@ -16,7 +16,8 @@ from autopart.cost.predict.collective_costs import time_s
 from autopart.cost.predict.operator_work import Exponents, Size, Work, optimizer_s
 from autopart.ir.mesh import Mesh
 
-FILES = {path.stem: json.loads(path.read_text()) for path in (Path(profile.__file__).parent / "profiles").iterdir()}
+OWN = {path.stem: json.loads(path.read_text()) for path in (Path(profile.__file__).parent / "profiles").iterdir()}
+FILES = {name: {**OWN.get(data.get("extends"), {}), **data} for name, data in OWN.items()}
 PROFILES = {name: Hardware.load(name) for name in names()}
 flops = st.floats(1.0, 1e17)
 bounded = settings(max_examples=200, deadline=None)
@@ -25,8 +26,8 @@ bounded = settings(max_examples=200, deadline=None)
 def test_the_profiles():
     assert DEFAULT == "a100-80gb-sxm"
     assert names() == sorted(FILES) == [
-        "a100-40gb-sxm", "a100-80gb-sxm", "b200-180gb-sxm", "cpu-gloo", "h100-80gb-sxm",
-        "h100-80gb-sxm-measured", "h200-141gb-sxm",
+        "a100-40gb-sxm", "a100-80gb-sxm", "a100-80gb-sxm-scaled", "b200-180gb-sxm", "cpu-gloo", "h100-80gb-sxm",
+        "h100-80gb-sxm-measured", "h100-ultrascale", "h200-141gb-sxm",
         "v100-32gb-sxm",
     ]  # fmt: skip
 
@@ -34,6 +35,7 @@ def test_the_profiles():
 @pytest.mark.parametrize("name", FILES)
 def test_a_profile_has_nothing_but_numbers_with_units_and_sources(name):
     data = dict(FILES[name])
+    assert data.pop("extends", DEFAULT) in names()
     assert data.keys() | OPTIONAL == {f.name for f in fields(Hardware)} and data.pop("name") == name
     groups = [data.pop("flops_per_s"), *data.pop("collectives", {}).values()]
     entries = {**data, **{(number, key): group[key] for number, group in enumerate(groups) for key in group}}
