@@ -34,9 +34,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autopart
-from autopart.cost.hardware.system import System
-from autopart.cost.predict.host_time import LIMITS
-from autopart.cost.predict.likely_range import kind_of_plan
+from autopart.cost.systems.host_time import LIMITS
+from autopart.cost.systems.likely_range import kind_of_plan
+from autopart.cost.systems.system import System
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import Schedule
 from autopart.plans.plan import Plan
@@ -117,7 +117,7 @@ class Plans:
         self.known: dict[Path, Plan] = {}
 
     def of(self, row: Row) -> Plan:
-        """Return the plan of a row's model and tensor parallelism, for two samples, as a batch of one has no batch dim to scale."""
+        """Return the plan of a row's model and `tp`. It has two samples: a batch of one has no batch dim to scale."""
         path = self.folder / f"{row.source}-{row.model}-tp{row.tp}.json"
         if path not in self.known:
             if not path.exists():
@@ -139,6 +139,7 @@ class Plans:
             samples: samples of the global batch.
         """
         source = SOURCES[row.source]
+        options |= source["tensor_options"] if row.tp > 1 else {}
         config = source["models"][row.model]
         with torch.device("meta"):
             if source["kind"] == "llama":
@@ -260,7 +261,9 @@ def main() -> None:
     groups = summary(found)
     print(f"{'group':<64}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'signed':>8}")
     for name, one in groups.items():
-        print(f"{name:<64}{one['rows']:>5}{one['mean']:>8.1%}{one['median']:>8.1%}{one['p90']:>8.1%}{one['signed']:>+8.1%}")
+        print(
+            f"{name:<64}{one['rows']:>5}{one['mean']:>8.1%}{one['median']:>8.1%}{one['p90']:>8.1%}{one['signed']:>+8.1%}"
+        )
     if arguments.json:
         print(json.dumps({"benchmark": "published_rows", "groups": groups}))
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autopart.cost.count.program_summary import collectives, cost, stage_rows
 from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.count.tabulate import tabulate
-from autopart.cost.predict.host_time import host_notes
 from autopart.cost.predict.simulate import schedule_notes, simulated
 from autopart.cost.predict.stage_balance import TIME_TOLERANCE, Partition
 from autopart.cost.predict.table import TableCost
 from autopart.cost.predict.table_data import as_data, deduplicated_rows, plan_setting
 from autopart.cost.predict.table_memory import rank_memory
+from autopart.cost.systems.host_time import host_notes
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
 from autopart.passes.choose.explain.alignment_notes import alignment_notes

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from autopart.cost.formula.step_formula import Formula
     from autopart.cost.hardware.profile import Hardware
-    from autopart.cost.hardware.system import System
     from autopart.cost.predict.run_setting import RunSetting
     from autopart.cost.predict.simulate import Simulation
     from autopart.cost.predict.table import Table
+    from autopart.cost.systems.system import System
     from autopart.plans.plan import Plan
 
 OF_OLD_PLANS = ("formula", "values")
@@ -333,7 +333,13 @@ class Cost(dict[str, Any]):
         table = self.table
         rows = sizes.get("b", table.b) * mesh.data_parallel_size * schedule.microbatches
         counted = plan_setting(
-            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, parse_sync(plan.dp_sync),
+            table,
+            plan.mesh_object(),
+            was,
+            plan.zero,
+            plan.prefetch,
+            plan.scatter_sends,
+            parse_sync(plan.dp_sync),
             plan.compile,
         )
         stages = mesh.size("pp") * schedule.virtual_stages

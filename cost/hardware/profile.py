@@ -322,7 +322,7 @@ class _File:
         return self.checked(self.extended(data) if isinstance(data, dict) else data)
 
     def extended(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of a profile, together with those that it inherits from the profile that it `extends`."""
+        """Return the entries of a profile and those of the profile that it `extends`."""
         name = data.get("extends")
         if name is None:
             return dict(data)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from autopart.cost.hardware.system import System
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
+from autopart.cost.predict.operator_work import OPTIMIZER_TRAFFIC
+from autopart.cost.systems.system import System
 from autopart.ir.mesh import Mesh
+from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.run.schedules import Schedule
 from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 
@@ -68,3 +70,29 @@ class RunSetting:
     def b(self) -> float:
         """Samples of a microbatch on a rank."""
         return self.rows / (self.mesh.data_parallel_size * self.schedule.microbatches)
+
+    @property
+    def casts_weights(self) -> bool:
+        """True if weights are cast to the compute dtype in every microbatch."""
+        return self.system is None or self.system.casts_weights
+
+    @property
+    def bucket_bytes(self) -> float:
+        """Bytes of a bucket of gradients or parameters that one collective reduces or gathers."""
+        asked = None if self.system is None else self.system.bucket_bytes
+        return BUCKET_BYTES if asked is None else asked
+
+    @property
+    def optimizer_values(self) -> float:
+        """Number of values that the update reads or writes per parameter."""
+        return OPTIMIZER_TRAFFIC if self.system is None else self.system.optimizer_values
+
+    @property
+    def host_waits(self) -> bool:
+        """True if the CPU waits for each receive of a pipeline."""
+        return self.system is not None and self.system.host_waits
+
+    def shown_share(self, axis: str, kind: str) -> float:
+        """Return the share of a collective of the model that does not overlap with compute."""
+        is_tensor = axis == self.mesh.tensor_axis and kind in ("all_gather", "reduce_scatter")
+        return 1 - self.system.overlap_tensor if is_tensor and self.system is not None else 1.0

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 from autopart.common.files import write_whole
 from autopart.common.text import TEXT_WIDTH, ShownAsText, quantity
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.hardware.system import System
+from autopart.cost.hardware.profile import names as hardware_names
 from autopart.cost.predict.collective_costs import time_s
 from autopart.cost.predict.step_trace import chrome_trace
 from autopart.cost.predict.timeline import Durations, Timeline, timeline
+from autopart.cost.systems.host_time import LIMITS
+from autopart.cost.systems.likely_range import LikelyRange, likely_range
+from autopart.cost.systems.system import System
 from autopart.errors import OptionError, PlanError
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.report_terms import TIMING_PARTS
@@ -103,6 +106,18 @@ class Simulation(ShownAsText):
         """Executed FLOPs (model FLOPs and recomputed FLOPs) as a share of the devices' peak."""
         return self.mfu * (1 + self.recomputed_flops / self.model_flops) if self.model_flops else 0.0
 
+    @property
+    def likely_range(self) -> LikelyRange | None:
+        """Range of the step time, from the errors of published runs of the same kind.
+
+        It is None for hardware without published runs: profiles of CPUs and of your own machine.
+        """
+        name = self.plan.hardware if self.plan is not None else ""
+        if name not in hardware_names() or name.startswith("cpu"):
+            return None
+        waits = self.parts.get("host", 0.0) > LIMITS * self.step_time_s
+        return likely_range(self.step_time_s, self.num_devices, len(self.timeline.spans), waits)
+
     def figures(self) -> dict[str, Any]:
         """Return the figures of the step that `Plan.cost` stores: seconds, FLOP/s, utilisation and bubble."""
         return {
@@ -116,6 +131,8 @@ class Simulation(ShownAsText):
         rows = [asdict(row) for row in self.collectives]
         data = {**self.figures(), "peak_memory_bytes": list(self.peak_memory_bytes), "collectives": rows}
         if self.plan is not None:
+            likely = self.likely_range
+            data |= {} if likely is None else {"likely_range": likely._asdict()}
             data |= {"step": step_size(self.plan), "fits": fits(self.plan)}
         return data
 
@@ -136,8 +153,11 @@ class Simulation(ShownAsText):
     def __str__(self) -> str:
         plan = self.plan
         sizes = dict.fromkeys(self.peak_memory_bytes)
+        likely = self.likely_range
         rows = [
             ("step", _seconds(self.step_time_s) + (f", of {step_size(plan)}" if plan and step_size(plan) else "")),
+            *([("likely", f"{_seconds(likely.low_s)} to {_seconds(likely.high_s)}: of {likely.rows} published runs of "
+                f"this kind ({likely.kind}), 80 % were in this range")] if likely else []),
             ("per device", utilisation(self.figures())),
             ("bubble", f"{self.bubble_fraction:.4g} of the busy time"),
             ("peak memory", ", ".join(f"{size / 1e9:.4g} GB" for size in sizes)),
@@ -176,7 +196,8 @@ def simulate(plan: Plan, *, system: str | None = None) -> Simulation:
         )  # fmt: skip
     with reading_figures(plan):
         if system is not None:
-            return replace(plan.cost.run_by(System.load(system)), plan=plan)
+            cost: Any = plan.cost
+            return replace(cost.run_by(System.load(system)), plan=plan)
         return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 
 

@@ -20,10 +20,8 @@ import numpy as np
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.dp_sync_costs import by_method, sync_s
-from autopart.cost.predict.host_time import HostRates
 from autopart.cost.predict.operator_work import (
     NOTHING,
-    OPTIMIZER_TRAFFIC,
     Size,
     Sizes,
     Work,
@@ -37,19 +35,9 @@ from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, scatter
 from autopart.cost.predict.simulate import Simulation, simulated
 from autopart.cost.predict.stage_balance import shared_by, stage_boundaries
 from autopart.cost.predict.table_memory import rank_memory
-from autopart.cost.predict.table_rows import (
-    OperatorRow,
-    Parameter,
-    RowBytes,
-    ShardedBytes,
-    Totals,
-    cast_bytes,
-    mean_share,
-    named_in,
-    summed_over,
-)
+from autopart.cost.predict.table_rows import OperatorRow, Parameter, RowBytes, Totals, named_in, totals_of
+from autopart.cost.systems.host_time import HostRates
 from autopart.ir.layout import mesh_axes_of
-from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of
@@ -159,31 +147,7 @@ class Table:
     @cached_property
     def totals(self) -> Totals:
         """Sums over all operators, from which the closed formulas (`Formula`) are built."""
-        held = {name: self.parameters[known] for name, known in self.held.items()}
-        trained = [parameter for parameter in held.values() if parameter.trained]
-        cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
-        return Totals(
-            works=self.counts,
-            stored=Size.sum(parameter.size for parameter in held.values()),
-            trained=Size.sum(parameter.size for parameter in trained),
-            cut={over: _cut(group) for over, group in cut.items()},
-            gathers=self.gathers,
-            cast=cast_bytes(p for p in held.values() if not p.cut),
-            read=mean_share((p.size.value, p.read) for p in held.values()),
-            summed=mean_share((p.size.value, p.summed) for p in held.values()),
-            kept=Size.sum(row.kept * number for row, number in zip(self.rows, self.often, strict=True)),
-            temporary=max((row.temporary for row in self.rows), key=lambda size: size.value),
-            sent=min((row.crossing for row in self.rows if row.crossing and row.crossing.terms),
-                     key=lambda size: size.value, default=NOTHING),
-            buffers=self.buffer_bytes,
-            summed_over=summed_over(trained),
-            hidden=self.hidden_sums,
-            at=Sizes(self.b, self.s, self.tp, self.cp, self.ep),
-        )  # fmt: skip
-
-
-def _cut(parameters: Sequence[Parameter]) -> ShardedBytes:
-    return ShardedBytes(Size.sum(parameter.size for parameter in parameters), len(parameters), cast_bytes(parameters))
+        return totals_of(self)
 
 
 def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation:
@@ -219,33 +183,23 @@ class TableCost:
         """Return each size of the setting (`b`, `s`, ranks) divided by the size at which a row was counted."""
         return self.tail_times if row.once else self.times
 
-    @property
-    def casts_weights(self) -> bool:
-        """True if weights are cast to the compute dtype in every microbatch."""
-        return self.setting.system is None or self.setting.system.casts_weights
-
     @cached_property
     def host(self) -> HostRates:
         """Seconds of the CPU to issue a kernel and a collective."""
         return HostRates.of(self.hardware, self.setting.system, self.setting.compiled, self.mesh)
 
-    @cached_property
-    def host_by_row(self) -> list[dict[str, float]]:
-        """Seconds of the CPU to issue each row of the table: {part of a step, such as "forward": seconds}."""
-        return [self._host(row) for row in self.table.rows] if any(self.host) else []
+    def _host(self, often: Mapping[int, int]) -> dict[str, float]:
+        """Return {part of a step: seconds of the CPU per microbatch} of a stage.
 
-    def _host(self, row: OperatorRow) -> dict[str, float]:
+        Args:
+            often: {index of a row of the table: number of its operators in the stage}.
+        """
         seconds = dict.fromkeys(TIMING_PARTS, 0.0)
-        for part, works in self._works(row):
-            share, target = (self._later, "weight_backward") if part == "accumulate" else (1.0, part)
-            seconds[target] += share * self.host.seconds(works, self.mesh)
-        return seconds
-
-    @property
-    def bucket_bytes(self) -> float:
-        """Bytes of a bucket of gradients or parameters that one collective reduces or gathers."""
-        asked = None if self.setting.system is None else self.setting.system.bucket_bytes
-        return BUCKET_BYTES if asked is None else asked
+        for position, count in often.items() if any(self.host) else ():
+            for part, works in self._works(self.table.rows[position]):
+                share, target = (self._later, "weight_backward") if part == "accumulate" else (1.0, part)
+                seconds[target] += count * share * self.host.seconds(works, self.mesh)
+        return {part: _digits(taken) for part, taken in seconds.items() if taken}
 
     @cached_property
     def row_bytes(self) -> RowBytes:
@@ -323,7 +277,7 @@ class TableCost:
             "recomputed_flops": round(again * microbatches * mesh.num_ranks / mesh.size("pp")),
             "stages": [self.stage(index, stage) for index, stage in enumerate(self.stages)],
             "ranks": [self.once(names, everywhere) for names in self.ranks_hold], "hidden_sums": self.hidden_sums,
-            **({"host_waits": True} if self.setting.system is not None and self.setting.system.host_waits else {}),
+            **({"host_waits": True} if self.setting.host_waits else {}),
             **({"tied": shared_by(self.ranks_hold, self.table.parameters)} if self.versions > 1 else {}),
         }  # fmt: skip
 
@@ -363,16 +317,11 @@ class TableCost:
                 key = work, row.once
                 if key not in self.seconds:
                     seconds = work.seconds(self.hardware, self.mesh, self.times_of(row))
-                    self.seconds[key] = seconds * self._shown_share(work)
+                    self.seconds[key] = seconds * self.setting.shown_share(work.axis, work.kind)
                 seconds_by_part[target][work.name] = (
                     seconds_by_part[target].get(work.name, 0.0) + self.seconds[key] * share
                 )
         return seconds_by_part
-
-    def _shown_share(self, work: Work) -> float:
-        """Return the share of a collective that does not overlap with compute by the rules of the system."""
-        is_tensor = work.axis == self.mesh.tensor_axis and work.kind in ("all_gather", "reduce_scatter")
-        return 1 - self.setting.system.overlap_tensor if is_tensor and self.setting.system is not None else 1.0
 
     def _works(self, row: OperatorRow) -> Iterator[tuple[str, tuple[Work, ...]]]:
         """Yield the work of an operator for one microbatch, as (part of a step, kernels and collectives).
@@ -383,7 +332,9 @@ class TableCost:
         zero = self.setting.zero
         for name in row.parameters:
             parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._zero_axis(name)
-            if parameter.casts and self.casts_weights and not (is_cut and zero < 3):  # else the parameter is cast once a step
+            if (
+                parameter.casts and self.setting.casts_weights and not (is_cut and zero < 3)
+            ):  # else it is cast once a step
                 cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
                 if parameter.trained:
@@ -434,12 +385,11 @@ class TableCost:
             for (axis, kind), (count, sent, took) in moved.items()
         ]
         self._subtract_overlap(parts, stage)
-        host = {part: math.fsum(self.host_by_row[position][part] * count for position, count in often.items())
-                for part in TIMING_PARTS if self.host_by_row}  # fmt: skip
+        host = self._host(often)
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
         return {
             "stage": index, **({"tail": True} if index == self.num_stages else {}), **shown, "collectives": collectives,
-            **({"host": {part: _digits(s) for part, s in host.items() if s}} if host else {}),
+            **({"host": host} if host else {}),
             "receives_bytes": round(received.sent_bytes(self.mesh, self.scatters)),
             "receives_s": _digits(received.time_s(self.mesh, self.hardware, self.scatters)),
         }  # fmt: skip
@@ -509,7 +459,8 @@ class TableCost:
             everywhere: for each `pp` coordinate, the names of its rank's parameters.
         """
         sums = self._reduced_bytes(parameters, everywhere)
-        seconds = sum(gradient_sum_s(size, groups, self.hardware, bucket_bytes=self.bucket_bytes) for groups, size in sums.items())
+        seconds = sum(gradient_sum_s(size, groups, self.hardware, bucket_bytes=self.setting.bucket_bytes)
+                      for groups, size in sums.items())  # fmt: skip
         trained = sum(map(self.gradient_bytes, parameters.values()))
         copied = (self.versions - 1) * sum(map(self.local_bytes, parameters.values()))
         methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(parameters))
@@ -520,13 +471,14 @@ class TableCost:
             if self.setting.zero == 1:
                 scattered = sum(self.summed_bytes(known) for known in stored_there
                                 if self.is_cut(known) and not self.is_sent_whole(known))  # fmt: skip
-                seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter", self.bucket_bytes)
+                seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter", self.setting.bucket_bytes)
             gathered = sum(map(self.whole_bytes, stored_there))
-            gathers_s += gradient_sum_s(gathered, ranks, self.hardware, "all_gather", self.bucket_bytes)
+            gathers_s += gradient_sum_s(gathered, ranks, self.hardware, "all_gather", self.setting.bucket_bytes)
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
-        system = self.setting.system
-        values = OPTIMIZER_TRAFFIC if system is None else system.optimizer_values
-        row = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied, values)}
+        row = {
+            "gradient_sum_s": seconds,
+            "optimizer_s": optimizer_s(trained, self.hardware, copied, self.setting.optimizer_values),
+        }
         row |= {"gather_s": gathers_s} if gathers_s else {}
         row |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) for name, taken in row.items()}

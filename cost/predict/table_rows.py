@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from autopart.cost.predict.operator_work import NOTHING, Size, Sizes, Work
+
+if TYPE_CHECKING:
+    from autopart.cost.predict.table import Table
 
 
 @dataclass(frozen=True)
@@ -224,3 +227,32 @@ def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...],
             sizes = sizes_by_axis.setdefault(axis, {})
             sizes[parameter.over] = sizes.get(parameter.over, NOTHING) + parameter.size
     return sizes_by_axis
+
+
+def totals_of(table: Table) -> Totals:
+    """Return the sums over all operators of a cost table."""
+    held = {name: table.parameters[known] for name, known in table.held.items()}
+    trained = [parameter for parameter in held.values() if parameter.trained]
+    cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
+    return Totals(
+        works=table.counts,
+        stored=Size.sum(parameter.size for parameter in held.values()),
+        trained=Size.sum(parameter.size for parameter in trained),
+        cut={over: _cut(group) for over, group in cut.items()},
+        gathers=table.gathers,
+        cast=cast_bytes(p for p in held.values() if not p.cut),
+        read=mean_share((p.size.value, p.read) for p in held.values()),
+        summed=mean_share((p.size.value, p.summed) for p in held.values()),
+        kept=Size.sum(row.kept * number for row, number in zip(table.rows, table.often, strict=True)),
+        temporary=max((row.temporary for row in table.rows), key=lambda size: size.value),
+        sent=min((row.crossing for row in table.rows if row.crossing and row.crossing.terms),
+                 key=lambda size: size.value, default=NOTHING),
+        buffers=table.buffer_bytes,
+        summed_over=summed_over(trained),
+        hidden=table.hidden_sums,
+        at=Sizes(table.b, table.s, table.tp, table.cp, table.ep),
+    )  # fmt: skip
+
+
+def _cut(parameters: Sequence[Parameter]) -> ShardedBytes:
+    return ShardedBytes(Size.sum(parameter.size for parameter in parameters), len(parameters), cast_bytes(parameters))

@@ -11,8 +11,8 @@ from cost_models import gpt, llama, profile
 import autopart
 from autopart.cli.main import main
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.hardware.system import System, system_names
 from autopart.cost.predict.timeline import Durations, timeline
+from autopart.cost.systems.system import System, system_names
 from autopart.errors import OptionError
 from autopart.plans.plan import Plan
 

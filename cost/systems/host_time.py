@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.hardware.system import System
 from autopart.cost.predict.collective_costs import levels
 from autopart.cost.predict.operator_work import Work
+from autopart.cost.systems.system import System
 from autopart.ir.mesh import Mesh
 
 
@@ -59,7 +59,7 @@ class HostRates(NamedTuple):
 
 
 LIMITS = 0.05
-"""A note says that the CPU limits a step if the device waits for it for more than this share of the step."""
+"""A plan gets a note that the CPU limits a step if the device waits for it for more than this share of the step."""
 
 
 def host_notes(parts_s: Mapping[str, float], step_time_s: float, settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ DEVICES_PER_NODE = 8
 
 
 class LikelyRange(NamedTuple):
-    """Seconds between which a measured step probably lies.
+    """Seconds between which a measured step probably is.
 
     Args:
         kind: the kind of plan (`kind_of_plan`).
@@ -56,5 +56,5 @@ def _ratios() -> dict[str, tuple[int, float, float]]:
 
     `benchmarks/published_rows.py --spread` writes the file.
     """
-    text = resources.files("autopart.cost.predict").joinpath("published_ratios.json").read_text()
+    text = resources.files("autopart.cost.systems").joinpath("published_ratios.json").read_text()
     return {kind: tuple(row) for kind, row in json.loads(text).items()}

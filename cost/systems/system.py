@@ -1,4 +1,4 @@
-"""Descriptions of other training systems: JSON files that say how a system runs a plan, with sources."""
+"""Descriptions of other training systems: JSON files with their sources."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autopart.errors import OptionError
 _MOST = {"overlap_tensor": 1.0}
 """{entry: its largest valid value}."""
 
-_SYSTEMS = Path(__file__).parent / "systems"
-_FORM = '"name", "source", and entries as in autopart/cost/hardware/systems'
+_SYSTEMS = Path(__file__).parent / "descriptions"
+_FORM = '"name", "source", and entries as in autopart/cost/systems/descriptions'
 
 
 @dataclass(frozen=True)
 class System:
-    """How a training system runs a plan, if it differs from autopart's runtime. None: as autopart.
+    """Description of a training system that runs a plan. An entry that is None is as in autopart.
 
     Args:
         name: name of the system.
