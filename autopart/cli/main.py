@@ -192,7 +192,7 @@ def simulate(path: str, trace: str | None, system: str | None, as_json: bool) ->
 @JSON
 @reports_errors
 def why(path: str, setting: str, as_json: bool) -> None:
-    """Explain a setting of a plan: its predicted step, and that of the alternatives.
+    """Explain a setting of a plan by the predicted step time with it and with each alternative.
 
     \b
     Example:

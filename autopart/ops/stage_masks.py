@@ -272,7 +272,8 @@ def _apply_structure(
 def _rewrite_call(call: fx.Node, band: MaskStructure, queries: int, keys: int) -> None:
     """Rewrite one attention call to use the mask structure instead of its mask.
 
-    The call keeps its mask if computing the window in blocks is not cheaper, or if no kernel supports the structure.
+    The call keeps its mask if computing only the blocks inside the band is not cheaper than the full attention, or if
+    no kernel supports the structure.
     """
     if is_ring(call):
         runs = key_ranges_of_window(band, queries, keys).runs() if isinstance(band, MaskWindow) else band

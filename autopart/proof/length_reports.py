@@ -54,9 +54,9 @@ class ProgramOrigins:
         self.compiler, self.options = compiler, options
 
     def of(self, args: tuple, kwargs: Mapping[str, Any], target: Any) -> tuple[str, str]:
-        """Return (origin of a call's program, difference of a derived program from the traced one or "").
+        """Return how a call's program was made, and how it differs from a traced program ("": it does not).
 
-        The origin is "derived", "traced" with the reason, or "known" for a call that occurred before.
+        The first text is "derived" (from other sizes), "traced" with the reason, or "known" (from an earlier call).
         """
         self.compiler.origin = "known: a call of these sizes occurred before"
         try:

@@ -86,7 +86,7 @@ class Size:
 
     @staticmethod
     def of(value: float, powers: Exponents) -> Size:
-        """Return a polynomial of one term, which has this value at the sizes at which operators are counted."""
+        """Return the monomial with exponents `powers` that equals `value` at the sizes of the cost table."""
         return Size(((powers, value),)) if value else NOTHING
 
     @staticmethod

@@ -1,1 +1,4 @@
-"""Optimizers for partitioned models: updates of full tensors, checks, and `pm.optimizer`."""
+"""Optimizers for partitioned models.
+
+`pm.optimizer` runs optimizers that need full matrices, such as Muon. Checks refuse optimizers that would compute
+something else on shards."""

@@ -334,7 +334,7 @@ REFUSED = {
     ),
     "number of rows": (
         lambda m, x, ids: m.a(x).sum() * ids.repeat_interleave(ids.flatten()[: len(ids)], 0).shape[0],
-        "a data-dependent size is used as a number",
+        "a size that depends on values of a tensor is used in a computation",
     ),
     "mean": (skipped_mean, "this line skips code depending on tensor values, and the skipped code does more than"),
     "layer": (skipped_layer, "Parts cannot be traced"),

@@ -65,7 +65,7 @@ class Template:
 
     Args:
         reads: the tensors that each operator call reads, as `Ref`s.
-        leaves: comparison keys of the block's results.
+        leaves: for each result of the block, a key with which results of later blocks are compared.
         parts: (number, `Ref`) of each tensor that code after the block uses, results first.
     """
 

@@ -193,9 +193,9 @@ def check_formula(size: Any, line: fx.Node) -> None:
 
 def _no_formula(size: Any, line: fx.Node) -> TraceError:
     return TraceError(
-        "a data-dependent size is used as a number", refusal=Refusal.SIZE,
+        "a size that depends on values of a tensor is used in a computation", refusal=Refusal.SIZE,
         why=f"autopart has no formula for it: {size}", where=source_text(line),
-        hint="compute the number from the mask: mask.sum()",
+        hint="if the size is a number of selected elements, as in x[mask], compute it as mask.sum()",
     )  # fmt: skip
 
 

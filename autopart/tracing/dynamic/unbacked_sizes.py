@@ -240,7 +240,7 @@ class _Rewriter:
     # Sizes
 
     def _sized(self, node: fx.Node) -> fx.Node | None:
-        """Rewrite a view or factory call with a data-dependent size argument whose maximum is known.
+        """Replace a data-dependent size argument of a view or factory call by its known maximum.
 
         Returns None for all other calls.
         """

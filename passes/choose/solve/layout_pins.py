@@ -120,10 +120,10 @@ class AxisConstraints:
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
     def _adapt_to_inner_axes(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
-        """Adapt a strategy to the strategies of inner axes that already shard the same factor (dim).
+        """Adapt a strategy to inner mesh axes that already shard the same dim.
 
-        If each shard on this axis can be a union of shards on the inner axes, the strategy is returned unchanged.
-        Otherwise the result splits each shard of the inner axes further. Returns None if neither is possible.
+        If each shard on this axis is a union of shards of the inner axes, the strategy is returned unchanged.
+        Otherwise this axis splits each shard of the inner axes further. Returns None if neither is possible.
         """
         if self._contains_inner_shards(node, option, taken):
             return option
