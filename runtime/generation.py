@@ -26,6 +26,15 @@ class GenerateMethods(nn.Module):
     _process: Process
     _local_batch: bool
 
+    @property
+    def generation_config(self) -> Any:
+        """Default options of `generate`, which belong to the original model."""
+        return self._source.model.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self._source.model.generation_config = value
+
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens, like `generate` of the original transformers model. A collective call.

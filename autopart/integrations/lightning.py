@@ -78,9 +78,10 @@ class AutopartStrategy(DDPStrategy):
     # --- set up --------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
+        states = _collect_rng_states(include_cuda=False)  # Lightning seeds again if there are several processes
         super().setup_environment()
         if not self.is_local:  # all ranks load the same batches
-            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+            _set_rng_states(self.broadcast(states))
 
     def setup(self, trainer: Any) -> None:
         """Partition the submodules, then create the optimizers of their shards."""
@@ -297,8 +298,9 @@ class LightningMetrics(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the metrics of the first partitioned model."""
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            module = next(one for one in pl_module.modules() if isinstance(one, ParallelModule))
-            pl_module.log_dict({f"autopart/{name}": float(value) for name, value in module.metrics().items()})
+            module = next((one for one in pl_module.modules() if isinstance(one, ParallelModule)), None)
+            metrics = {} if module is None else module.metrics()
+            pl_module.log_dict({f"autopart/{name}": float(value) for name, value in metrics.items()})
 
 
 class _Step:
@@ -370,6 +372,7 @@ class _Example:
 
         The run stops there: the submodule's forward is not executed.
         """
+        flags = {parameter: parameter.requires_grad for parameter in self.module.parameters()}
         hooks = []
         for name in names:
             hook = functools.partial(_stop, name)
@@ -389,6 +392,8 @@ class _Example:
         finally:
             for handle in hooks:
                 handle.remove()
+            for parameter, flag in flags.items():  # the run may have stopped after `toggle_optimizer`
+                parameter.requires_grad_(flag)
         raise UsageError(
             f"{source} does not call {', '.join(sorted(names))}",
             why="AutopartStrategy traces a submodule at its first call",

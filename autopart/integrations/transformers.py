@@ -162,7 +162,20 @@ class PartitionedTrainer(Trainer):
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         scale = 1.0 if is_divided else 1 / self.current_gradient_accumulation_steps
         loss = model.step(**inputs, loss_scale=None if scale == 1.0 else scale)
+        self._drop_overflowed_gradients()
         return (loss * scale).to(self.args.device)
+
+    def _drop_overflowed_gradients(self: Any) -> None:
+        """Skip the optimizer step if fp16 gradients of any of its batches overflowed, as GradScaler does."""
+        scaling = self.model._loss_scaling
+        if scaling is None:
+            return
+        self._has_overflowed = getattr(self, "_has_overflowed", False) or scaling.overflowed
+        if self.accelerator.sync_gradients:
+            if self._has_overflowed:
+                self.model.zero_grad()
+                scaling.overflowed = True
+            self._has_overflowed = False
 
     def _custom_loss(self: Any) -> str | None:
         """Return the name of the code that computes a loss outside of the model, or None."""
@@ -222,7 +235,8 @@ class PartitionedTrainer(Trainer):
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.model.load_pretrained(resume_from_checkpoint)
+        if not (Path(resume_from_checkpoint) / STATE).is_dir():  # else the weights are loaded with the optimizer
+            self.model.load_pretrained(resume_from_checkpoint)
 
     def _load_best_model(self: Any) -> None:
         self.model.load_pretrained(self.state.best_model_checkpoint)

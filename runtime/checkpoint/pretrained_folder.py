@@ -38,7 +38,7 @@ from autopart.tracing.meta_copy import Source
 
 GATHERED_BYTES = 2**27
 """Bytes of tensors that are gathered together, or the bytes of one tensor if it is larger."""
-ADAPTER = "adapter_model.safetensors"
+ADAPTER, PROMPT = "adapter_model.safetensors", "prompt_embeddings"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ class PretrainedFolderMethods:
             values = self._gathered(program, trained)
             with self._raised_on_every_rank(folder):
                 if self._process.rank == 0:
-                    model.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
+                    with _with_values(model, values):  # PEFT computes prompts from the parameters
+                        model.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
         else:
             self._save_files(program, model, folder, parse_size(max_shard_size, "max_shard_size"))
         with self._raised_on_every_rank(folder):
@@ -285,6 +286,29 @@ def adapter_names(program: Program, model: Any) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     own = {name: p for name in program.parameters if (p := model.get_parameter(name)).requires_grad}
+    if model.peft_config[model.active_adapter].is_prompt_learning:
+        embedding = f"prompt_encoder.{model.active_adapter}.embedding.weight"
+        if set(own) != {embedding}:
+            raise CheckpointError(
+                "PEFT's file of a prompt encoder cannot be loaded for training",
+                why="it has the prompt that the encoder computes, and lacks the encoder's parameters",
+                hint="pm.save and pm.load, or a checkpoint of Trainer to resume from",
+            )
+        return {PROMPT: embedding}
     saved = get_peft_model_state_dict(model, state_dict=dict(own), save_embedding_layers=False)
     names = {id(parameter): name for name, parameter in own.items()}
     return {key: names[id(value)] for key, value in saved.items() if id(value) in names}
+
+
+@contextmanager
+def _with_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Context manager in which parameters of the original model have these values."""
+    parameters = {name: model.get_parameter(name) for name in values}
+    before = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = values[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = before[name]

@@ -79,8 +79,12 @@ def load_by_names(
     groups = optimizer.param_groups
     if process_among(names) is None or all(group[PARAMS] for group in groups):
         return call()
-    with _without_empty_groups(optimizer):
-        selected = call()
+    selected: dict[str, Any] = {"state": {}, _GROUPS: []}
+    if any(group[PARAMS] for group in groups):
+        with _without_empty_groups(optimizer):
+            selected = call()
+    if selected is state_dict:  # there is no state, and torch returns all groups
+        return selected
     of_all_stages = _names_of_all_stages(optimizer)
     for index, group in enumerate(groups):
         if not group[PARAMS]:

@@ -158,23 +158,6 @@ class LayerProxy(ModuleProxy):
                          why="its operators are a part of the program that pm(...) runs",
                          hint="call the model's own layer, or let the model return what it computes")  # fmt: skip
 
-    def __getitem__(self, index: Any) -> Any:
-        return item_of(self, index)
-
-    def __iter__(self) -> Iterator[Any]:
-        if isinstance(self, (nn.ModuleDict, nn.ParameterDict)):
-            return iter(self.keys())
-        return iter(_items(self).values())
-
-    def __len__(self) -> int:
-        return len(_items(self))
-
-    def __contains__(self, name: object) -> bool:
-        return any(name == key or name is item for key, item in _items(self).items())
-
-    def __bool__(self) -> bool:
-        return True
-
     @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the entries of `pm.state_dict()` for this layer, with names relative to the layer."""
@@ -270,6 +253,30 @@ class LayerProxy(ModuleProxy):
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
 
 
+class ContainerProxy(LayerProxy):
+    """Layer of a partitioned model whose original is a container, such as `nn.Sequential`.
+
+    Other layers must not have these methods, because code such as `isinstance(layer, Iterable)` distinguishes both.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        return item_of(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self, (nn.ModuleDict, nn.ParameterDict)):
+            return iter(self.keys())
+        return iter(_items(self).values())
+
+    def __len__(self) -> int:
+        return len(_items(self))
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == key or name is item for key, item in _items(self).items())
+
+    def __bool__(self) -> bool:
+        return True
+
+
 def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
     """Add a LayerProxy for each layer of the model that has no LayerProxy yet.
 
@@ -283,7 +290,7 @@ def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
                 branch._modules[name] = None if child is None else branches[id(child)]
                 continue
             child_path, existing = f"{path}.{name}".lstrip("."), branch._modules.get(name)
-            child_branch = existing if isinstance(existing, LayerProxy) else LayerProxy(child_path, child, modes)
+            child_branch = existing if isinstance(existing, LayerProxy) else _proxy(child_path, child, modes)
             branch._modules[name] = branches[id(child)] = child_branch
             add(child_branch, child, child_path)
 
@@ -299,6 +306,11 @@ def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
         assert child is not None
         root = child
     return root, last
+
+
+def _proxy(path: str, layer: nn.Module, modes: LayerModes) -> LayerProxy:
+    is_container = any(hasattr(type(layer), name) for name in ("__iter__", "__getitem__", "__len__"))
+    return (ContainerProxy if is_container else LayerProxy)(path, layer, modes)
 
 
 def item_of(module: ModuleProxy, index: Any) -> Any:

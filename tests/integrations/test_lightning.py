@@ -94,6 +94,32 @@ class Images(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Adversarial(L.LightningModule):
+    """Two submodules with an optimizer each, of which one is toggled at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 12)).double()
+        self.critic = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1)).double()
+        self.seen = []
+
+    def training_step(self, batch):
+        x = batch["input_ids"].double() / cases.VOCABULARY
+        for optimizer, sign in zip(self.optimizers(), (-1, 1), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = sign * (self.critic(self.generator(x)) - self.critic(x)).square().mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.seen.append(float(loss))
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(module.parameters(), lr=0.1) for module in (self.generator, self.critic)]
+
+
 def loader(size, rows=cases.ROWS, shuffle=False):
     columns = [{name: item[name] for name in ("input_ids", "labels")} for item in cases.Tokens(size)]
     if rows == cases.ROWS:
@@ -168,7 +194,7 @@ def test_fit_equals_one_process(case, tmp_path):
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("kind", [Manual, Images])
+@pytest.mark.parametrize("kind", [Manual, Images, Adversarial])
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_other_modules_equal_one_process(kind, mesh, tmp_path):
     expected = one_process(kind, tmp_path, max_epochs=2)

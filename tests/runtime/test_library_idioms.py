@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import warnings
+from collections.abc import Iterable
 
 import dist
 import pytest
@@ -56,6 +57,7 @@ def check_attributes(pm, model, mesh):
     assert (pm.main_input_name, pm.dtype, pm.device) == ("input_ids", torch.float32, torch.device("cpu"))
     assert pm.num_parameters() == model.num_parameters()
     assert pm.num_parameters(exclude_embeddings=True) == model.num_parameters(exclude_embeddings=True)
+    assert isinstance(pm.model.layers, Iterable) and not isinstance(pm.model.layers[0], Iterable)
     pm.model.layers.requires_grad_(False)
     if mesh != "pp2":
         trained = sum(p.numel() for name, p in model.named_parameters() if ".layers." not in name)

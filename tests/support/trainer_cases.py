@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import autopart
 
 VOCABULARY, LENGTH, ROWS, NUM_TRAIN, NUM_EVAL = 64, 12, 4, 24, 11
-SIZES = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+SIZES = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_rows", "eval_sum", "train_loss",
             "total_flos", "epoch", "step", "num_input_tokens_seen")  # fmt: skip
@@ -80,16 +80,19 @@ def trainer(
     model: Any, folder: str | Path, kind: Any = Trainer, options: Any = None, num_eval: int = NUM_EVAL, **arguments: Any
 ) -> Any:  # fmt: skip
     """Return a trainer of this dataset. `arguments`: of TrainingArguments; `options`: of the trainer."""
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder), "per_device_train_batch_size": ROWS, "per_device_eval_batch_size": ROWS,
+    args = TrainingArguments(**{**default_arguments(folder), **arguments})
+    given = {"compute_metrics": accuracy, **(options or {})}
+    return kind(model=model, args=args, train_dataset=Tokens(NUM_TRAIN), eval_dataset=Tokens(num_eval), **given)
+
+
+def default_arguments(folder: str | Path, rows: int = ROWS) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows,
         "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "epoch", "report_to": [],
         "use_cpu": True, "disable_tqdm": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "seed": 0,
         "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1,
         "include_num_input_tokens_seen": "all", "logging_nan_inf_filter": False,
     }  # fmt: skip
-    args = TrainingArguments(**{**defaults, **arguments})
-    given = {"compute_metrics": accuracy, **(options or {})}
-    return kind(model=model, args=args, train_dataset=Tokens(NUM_TRAIN), eval_dataset=Tokens(num_eval), **given)
 
 
 def trained(made: Any, **how: Any) -> list[dict[str, Any]]:

@@ -177,7 +177,8 @@ class _Forward:
         names = set(inspect.signature(self.model.forward).parameters)
         encoded = {
             name: value for name, value in model_kwargs.items()
-            if name in names and not name.startswith(("decoder_", "cross_attn", "past_", "cache_", "use_cache"))
+            if name in names and name != "labels"  # Seq2SeqTrainer passes labels, which transformers ignores
+            and not name.startswith(("decoder_", "cross_attn", "past_", "cache_", "use_cache"))
         }  # fmt: skip
         encoded[input_name or self.model.main_input_name] = inputs
         start = inputs.new_zeros((inputs.shape[0], 1), dtype=torch.int64)
