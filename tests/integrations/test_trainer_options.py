@@ -131,7 +131,8 @@ def results(name: str, model: Any, folder: str, rows: int) -> tuple[Any, dict[st
     if OPTIONS[name][1].get("compute_metrics") is None:
         prediction = trainer.predict(cases.Tokens(7))
         metrics = {**prediction.metrics, **trainer.evaluate(cases.Tokens(5), metric_key_prefix="mine")}
-        metrics["sum of predictions"] = float(np.abs(prediction.predictions).sum())
+        if prediction.predictions is not None:
+            metrics["sum of predictions"] = float(np.abs(prediction.predictions).sum())
     events = sorted(path.name.split(".")[0] for path in Path(folder).rglob("events*"))
     return log, metrics, events
 

@@ -8,11 +8,8 @@ import torch
 import trainer_cases as cases
 from peft import (
     IA3Config,
-    LNTuningConfig,
-    LoHaConfig,
     LoraConfig,
     PeftModel,
-    PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
     get_peft_model,
@@ -38,9 +35,6 @@ CONFIGS = {
     "ia3": lambda: IA3Config(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]),
     "prompt": lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "p-tuning": lambda: PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
-    "prefix": lambda: PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-    "loha": lambda: LoHaConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"),
-    "layer norms": lambda: LNTuningConfig(target_modules=["ln_1", "ln_f"], task_type="CAUSAL_LM"),
 }
 
 
