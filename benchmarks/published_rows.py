@@ -1,7 +1,7 @@
 """Predict published training runs, one row each, through `autopart.plan` and `autopart.simulate`.
 
     python benchmarks/published_rows.py [--rows FILE ...] [--sources NAME ...] [--plans FOLDER]
-                                        [--whole N] [--spread FILE] [--list] [--json]
+                                        [--whole N] [--spread FILE] [--list] [--quick] [--json]
 
 **Which rows may be fitted.** A row may be used to choose a constant only if `may_fit` is true: the SHA-256 of its
 source, model and settings (not of its measurement), taken as a number, is a multiple of 4. That is a quarter of the
@@ -240,12 +240,15 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, nargs="*", default=[FOLDER / "rows.csv"], help="CSV files of rows")
     parser.add_argument("--sources", nargs="*", default=list(SOURCES), help="sources whose rows are predicted")
     parser.add_argument("--plans", type=Path, help="folder in which plans are kept")
+    parser.add_argument("--quick", action="store_true", help="only the rows that share the first row's plan")
     parser.add_argument("--whole", type=int, default=0, metavar="N", help="make complete plans of N rows as well")
     parser.add_argument("--spread", type=Path, help="write the errors by kind of plan to this JSON file")
     parser.add_argument("--list", action="store_true", help="print every row")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     rows = [row for path in arguments.rows for row in read_rows(path) if row.source in arguments.sources]
+    if arguments.quick:
+        rows = [row for row in rows if (row.source, row.model, row.tp) == (rows[0].source, rows[0].model, rows[0].tp)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.plans or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
