@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -88,6 +88,7 @@ class AutopartStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         trainer._accelerator_connector.use_distributed_sampler &= self.is_local
         self._map_precision()
+        self._check_callbacks(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._partition(trainer)
         self._localize_metrics()
@@ -112,6 +113,15 @@ class AutopartStrategy(DDPStrategy):
                 f"Trainer(precision={name!r}) does not work with a partitioned model",
                 why="it replaces layers of the model",
                 hint="'bf16-mixed', '16-mixed' or '32-true'",
+            )
+
+    def _check_callbacks(self, trainer: Any) -> None:
+        averaging = [one for one in trainer.callbacks if isinstance(one, StochasticWeightAveraging)]
+        if averaging and self._mesh.size("pp") > 1:
+            raise UsageError(
+                f"{type(averaging[0]).__name__} does not work on a mesh with pp",
+                why="it averages a copy of the model, and each stage has other parameters",
+                hint="a mesh without pp",
             )
 
     def _partition(self, trainer: Any) -> None:

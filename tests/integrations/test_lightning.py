@@ -261,6 +261,7 @@ def refusals(folder):
     for kind, mesh, options, steps in (
         (Uncalled, "tp2", {}, {}), (OwnLoss, "pp2", {}, {}),
         (Language, "tp2", {"precision": "fp16"}, {"precision": "bf16-mixed"}),
+        (Language, "pp2", {}, {"callbacks": [L.callbacks.StochasticWeightAveraging(1e-3)]}),
     ):  # fmt: skip
         made = trainer(folder, devices=2, strategy=strategy.AutopartStrategy(mesh, **options), max_epochs=1, **steps)
         with pytest.raises(UsageError) as error:
@@ -280,4 +281,9 @@ def test_refused_uses(tmp_path):
         assert texts[1].splitlines()[0] == "the loss is computed from outputs of a model on a pipeline"
         assert texts[2].splitlines()[0] == (
             "Trainer(precision='bf16-mixed') and AutopartStrategy(precision='fp16') differ"
+        )
+        assert texts[3] == (
+            """StochasticWeightAveraging does not work on a mesh with pp
+  why    it averages a copy of the model, and each stage has other parameters
+  try    a mesh without pp"""
         )
