@@ -131,7 +131,7 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
 def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
     """Return a comparison key of a function: its code, defaults and closure.
 
-    A lambda that is defined again in every step has one key.
+    So a lambda has the same key in every step, even if each step creates it again.
     """
     if isinstance(function, types.MethodType):
         return _function_key(function.__func__, numbers), Same(function.__self__)
@@ -160,6 +160,8 @@ def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], C
     """Warn, once per model, that a suspiciously large number of different calls was traced.
 
     Args:
+        number: traced calls so far. The warning is given when it reaches `MANY_CALLS`.
+        seconds: duration of one trace.
         values: {(expression, source line): values of inputs that the expression returned to the model's Python}.
     """
     if number != MANY_CALLS:

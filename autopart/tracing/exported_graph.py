@@ -250,7 +250,7 @@ def name_outputs(
 
 
 def _detached(update: fx.Node) -> fx.Node:
-    """Detach a buffer's new value from autograd, because the buffer outlives the backward of its step."""
+    """Detach a buffer's new value from autograd: the buffer must not keep the step's autograd graph alive."""
     if update.op != "call_function" or not is_floating(update):
         return update
     with update.graph.inserting_after(update):

@@ -44,7 +44,7 @@ class _GradientRun:
     tensors: Mapping[str, Tensor]
 
     def reached(self, outputs: Sequence[Any]) -> set[str]:
-        """Return the names of parameters and inputs on which these outputs depend, by autograd's graph."""
+        """Return the names of parameters and inputs from which autograd's graph leads to these outputs."""
         names = {self.leaves[id(o)] for o in outputs if isinstance(o, Tensor) and id(o) in self.leaves}
         todo = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
         seen = set(todo)
@@ -79,9 +79,9 @@ def with_gradients_checked(
 ) -> Trace:  # fmt: skip
     """Check that a trace and its model give gradients to the same parameters. Return the trace.
 
-    Also records the modules that the model checkpoints, which a trace with repeated blocks can miss. Adds a note if the
-    model does not run on meta tensors, so that nothing was compared. Raises TraceError if the trace loses or adds a
-    gradient.
+    Also records the modules that the model's code checkpoints: a trace with repeated blocks can miss them. Adds a note
+    if the model does not run on meta tensors, so that nothing was compared. Raises TraceError if the trace loses or
+    adds a gradient.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:
@@ -142,7 +142,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _compare(
     name: str, eager: _GradientRun, traced: Trace, device: torch.device, inputs: Sequence[Tensor], loss: fx.Node | None
 ) -> None:
-    """Raise TraceError for parameters that get a gradient in only one of trace and model."""
+    """Raise TraceError if a parameter gets a gradient in the model and not in the trace, or vice versa."""
     outputs = list(traced.graph.output_node().args[0])
     reached = _static(traced)
     graph: _GradientRun | None = None

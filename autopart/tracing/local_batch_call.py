@@ -43,7 +43,7 @@ def all_ranks_call(arguments: Mapping[str, Any], call: Call, num_data_ranks: int
 
 
 def check_global(guards: ValueGuards) -> None:
-    """Raise InputError if the model reads values of inputs, because each data rank has other samples."""
+    """Raise InputError if the model reads values of inputs, which differ between the data ranks."""
     for guard in [guard for guard in guards if guard.call.of_inputs]:
         raise InputError(
             f"the model reads `{guard.text}`, and local_batch=True gives every data rank other samples",

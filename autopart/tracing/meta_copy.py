@@ -125,9 +125,10 @@ def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @contextmanager
 def references_to_copy(source: nn.Module, copied: nn.Module) -> Iterator[None]:
-    """Replace modules of a model by those of its copy in all objects that both share.
+    """Replace modules of a model by those of its copy, in objects that model and copy share.
 
-    Such an object is, for example, a list of instances that is an attribute of a class.
+    Such an object is, for example, a list of instances that is an attribute of a class. The old references are restored
+    at the end of the `with` block.
     """
     copies = dict(copied.named_modules())
     modules = {id(module): copies[path] for path, module in source.named_modules() if path in copies}
@@ -225,7 +226,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _named(model: nn.Module) -> list[tuple[str, int]]:
-    """Return (name, number) of all parameters and buffers. All names of a tied tensor have one number."""
+    """Return (name, number) of all parameters and buffers. The names of a tied tensor share one number."""
     first: dict[int, int] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, first.setdefault(id(tensor), number)) for number, (name, tensor) in enumerate(tensors)]

@@ -141,9 +141,10 @@ def trace(
     Args:
         model: any module; its parameters can be on `meta`.
         arguments: the call by name, from `bind_call`.
-        written: frozen parameters that another call writes. They become buffers in this trace, too.
+        written: frozen parameters that the forward writes in another call. They become buffers in this trace, too.
         buffers: {name: current value} of buffers that differ from the model's.
-        read: code positions that get real values of inputs in place of symbols. Those that this trace needs are added.
+        read: code positions that get real values of inputs in place of symbols. Further positions that this trace needs
+            are added to the set.
     Raises:
         TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
@@ -226,9 +227,9 @@ def _traced(
 
 
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """Return the program, or a second trace if the program depends on random numbers of Python or numpy.
+    """Return the program, or another trace if the program depends on random numbers of Python or numpy.
 
-    The second trace draws these numbers from torch's generator.
+    The other trace draws these numbers from torch's generator or, if this fails, by host functions.
     """
 
     def check(program: Any) -> None:
@@ -425,7 +426,7 @@ def _quiet(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark operators and inputs that only the loss function uses with the fact `loss`.
+    """Set `facts(node)["loss"]` to True for operators and inputs that only the loss function uses.
 
     Also convert module paths to those of the user's model.
     """
@@ -456,7 +457,7 @@ def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> 
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    """Return a key of a tensor's memory, also for a tensor without values."""
+    """Return a key of a tensor's memory, which also works for a tensor without values."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -20,7 +20,7 @@ _DETACHING = ("detach", "detach_", "__get__")
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Call a model with arguments from `bind_call`. Key/value caches in its output are replaced by None."""
+    """Call a model with arguments from `bind_call`. Replace key/value caches in its output by None."""
     return without_caches(call_model(model, arguments), arguments)
 
 
@@ -163,7 +163,7 @@ def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def loss_name(model: nn.Module) -> str:
-    """Return an attribute name for the loss function that no attribute of the model has."""
+    """Return a name for the loss function that differs from the names of all attributes of the model."""
     name = "loss_fn"
     while name in model._modules or name in model._buffers or name in model._parameters:
         name += "_"

@@ -58,8 +58,8 @@ class UserFunction:
 
     Args:
         arguments: the call's arguments, with `Tensor` in place of each tensor.
-        dtypes: the dtypes of the call's tensors. They show whether `verify` runs the Function in float64. Tensors that
-            the Function creates are then float64 too.
+        dtypes: the dtypes of the call's tensors. If `verify` later passes float64 tensors instead, tensors that the
+            Function creates are float64 too.
         written: indices of the tensors that the Function writes to. The Function gets copies of these tensors.
     """
 
@@ -72,13 +72,13 @@ class UserFunction:
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the autograd.Function and return its outputs.
 
-        Outputs that share memory with a tensor are copied.
+        An output that shares memory with an input or with another output is copied.
         """
         with torch.no_grad():
             return self.separate(self.outputs(tensors), tensors)
 
     def separate(self, outputs: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copy the outputs that share memory with an input or with another output."""
+        """Return the outputs; copy those that share memory with an input or with another output."""
         copies: list[Tensor] = []
         for output in _as_tuple(outputs):
             shared = any(_storage(output) == _storage(other) for other in (*tensors, *copies))
@@ -88,7 +88,7 @@ class UserFunction:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs that are marked in `wanted`, and None for all other inputs."""
+        """Return the gradients of the inputs whose entry in `wanted` is True, and None for all other inputs."""
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
             outputs = _as_tuple(self.outputs(inputs))
@@ -183,8 +183,8 @@ def apply_as_operator(
     Raises LostInTrace for a call that cannot be one operator.
 
     Args:
-        spend: called for each tensor that the Function writes to. It returns True if later uses of the tensor can be
-            rejected.
+        spend: called for each tensor that the Function writes to, so that later uses of the tensor are rejected. If it
+            returns False, later uses cannot be detected, and the call itself is rejected.
     """
     if _running.get() or not is_of_a_model(function):
         return apply(function, *args, **kwargs)
@@ -277,9 +277,9 @@ def _a(value: Any) -> str:
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
     """Return the custom operator for an autograd.Function and its arguments. The first call registers it.
 
-    The operator's name and overload depend only on names, values and traced operators. They are therefore equal in all
-    processes, and for all sizes with equal traces. A number is added only if another class in this process has the same
-    name.
+    The operator's name and overload depend only on names, values and traced operators. So they are equal in all
+    processes. Inputs of several sizes share one operator if their traces are equal. A number is added only if another
+    class in this process has the same name.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])
@@ -398,7 +398,7 @@ def _without_views(trace: fx.GraphModule) -> None:
 
 
 def _is_pointwise(trace: fx.GraphModule, tensors: Sequence[Tensor]) -> bool:
-    """Return True if every call of a graph is pointwise and all its tensors have one shape."""
+    """Return True if every call of a graph is pointwise, and all tensors have one shape."""
     full = tensors[0].shape
     for node in trace.graph.nodes:
         if node.op == "output":

@@ -85,7 +85,7 @@ def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
     """Sum or average the looked-up rows of each bag.
 
     Args:
-        counted: boolean per row: True if the row counts in the divisor of a mean.
+        counted: boolean per row: True if a mean counts the row in its divisor (False for padding).
         starts: index of the first row of each bag.
     """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
@@ -106,7 +106,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Look up rows of an embedding table. Its gradient is dense, even with `sparse=True`."""
+    """Look up rows of an embedding table. The table's gradient is dense, even with `sparse=True`."""
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
 
@@ -183,7 +183,7 @@ def _unique_consecutive(
 
 
 def _rows(input: Tensor, dim: int | None) -> Tensor:
-    """Return the items that `unique` compares, as rows: single elements, or slices along `dim`."""
+    """Return the items that `unique` compares, one per row: single elements, or slices along `dim`."""
     return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
 
 

@@ -137,7 +137,7 @@ def _convolution_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     wanted: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the gradients of a convolution by convolutions and a product with its windows."""
+    """Compute a convolution's gradients by other convolutions, and a product with windows of its input."""
     geometry = stride, padding, dilation
     of_source = of_weight = of_bias = None
     if wanted[0] and transposed:
@@ -157,7 +157,7 @@ def _convolution_backward(
 def _of_kernel(
     source: Tensor, grad: Tensor, kernel: list[int], geometry: tuple[list[int], ...], groups: int
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of a convolution's kernel, given the gradient `grad` of its output."""
+    """Return the gradient of a convolution's kernel, from the input and the gradient `grad` of the output."""
     windows = torch.constant_pad_nd(source, [side for p in reversed(geometry[1]) for side in (p, p)])
     for dim, (size, stride, dilation) in enumerate(zip(kernel, geometry[0], geometry[2], strict=True), start=2):
         windows = windows.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation]

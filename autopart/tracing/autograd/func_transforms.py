@@ -39,7 +39,8 @@ class _Differentiates(Exception):
 class _Watch(TorchFunctionMode):
     """Torch function mode that marks each `detach` of the model's code inside a `torch.func` transform.
 
-    Raises LostInTrace for `no_grad()`.
+    `_attach` removes all `detach` calls without this mark. Raises LostInTrace for `no_grad()`, which the trace would
+    lose.
     """
 
     def __torch_function__(
@@ -112,8 +113,8 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
     Args:
         original: torch's function that implements the transform.
         args, kwargs: arguments of `original`.
-        depth: 1 if the transform is in reverse mode (such as `grad`), else 0. The count of nested reverse-mode
-            transforms starts from it.
+        depth: 1 if this transform is in reverse mode (such as `grad`), else 0. Reverse-mode transforms inside of it are
+            added, to detect third derivatives.
     """
     leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -126,7 +126,7 @@ def _unfolded(node: fx.Node) -> fx.Node:
 def _windows(node: fx.Node, view: fx.Node, count: int, size: int, step: int, is_written: bool) -> fx.Node:
     """Return a view of shape [..., count, window], which splits the last dim into `count` windows.
 
-    A window of the view can have more than `size` elements; the caller drops the rest.
+    A window of the view can have more than `size` elements; the caller drops the last ones.
 
     Args:
         step: distance in elements between the starts of two consecutive windows.
@@ -186,7 +186,7 @@ def _base(node: fx.Node) -> fx.Node | None:
 
 
 def _memory(node: fx.Node) -> set[int]:
-    """Return the storages of a node's results. The set is empty for values inside of `vmap`."""
+    """Return the ids of the storages of a node's results. The set is empty for values inside of `vmap`."""
     tensors = [v for v in tuple_values(node) if isinstance(v, Tensor) and v.layout is torch.strided]
     return {tensor.untyped_storage()._cdata for tensor in tensors if not is_batched(tensor)}
 

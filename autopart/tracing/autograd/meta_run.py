@@ -110,7 +110,7 @@ class _Placed(TorchFunctionMode):
         return self.device.type == "cuda" if func == _IS_CUDA else result
 
     def _indices(self, index: Any) -> Any:
-        """Return an index in which boolean masks of known values are replaced by the indices that they select."""
+        """Replace boolean masks with known values in an index by the indices of their true elements."""
         parts: list[Any] = []
         for part in index if type(index) is tuple else (index,):
             is_mask = isinstance(part, Tensor) and _IS_META(part) and part.dtype == torch.bool
@@ -122,7 +122,7 @@ class _Placed(TorchFunctionMode):
 class _Listed(int):
     """Entry of `tensor.tolist()`: the integer 0.
 
-    In a condition that can skip code, a comparison with it returns the outcome with which the code runs.
+    If a condition that can skip code compares the entry, the comparison returns the outcome for which the code runs.
     """
 
 
@@ -168,10 +168,10 @@ class _Forms(TorchDispatchMode):
         return self._made(func, key, args, kwargs)
 
     def _may_be_real(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if a call may return real tensors: all its results are small, or of data-dependent size.
+        """Return True if a call may return tensors with values: results are small, or of data-dependent size.
 
-        Results with three dims are excluded. They are states or activations, which torch's recurrent layers expect on
-        the device of their input.
+        Floating-point results with three or more dims are excluded. They are states or activations, which torch's
+        recurrent layers expect on the device of their input.
         """
         meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
         try:

@@ -43,7 +43,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
     """Insert a hook on the gradient of a traced tensor, for all uses of the tensor.
 
     Returns a note for the user if the hook returns nothing, so that no gradient changes. Raises LostInTrace for a hook
-    that depends on more than the gradient and traced tensors.
+    that reads anything except the gradient and traced tensors.
 
     Args:
         before: {identity operator of a hook: the value whose uses it replaced}.
@@ -98,7 +98,7 @@ def _captured(hook: Callable[..., Any], tracing: Tracing) -> list[tuple[int, Ten
 
 
 def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    """Return a copy of the hook, with other tensors in some of its closure variables."""
+    """Return a copy of the hook, with other values in the closure cells with these indices."""
     if not places:
         return hook
     assert isinstance(hook, FunctionType) and hook.__closure__ is not None

@@ -75,7 +75,7 @@ def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | Non
     """Return the update of an embedding table that only `max_norm=` changes; None for any other update.
 
     A look-up rescales those of its rows whose norm is above `max_norm`. Rescaling a row again does not change it. So
-    the rows of all look-ups can be rescaled before the graph runs.
+    the rows of all look-ups can be rescaled together, before the graph runs.
     """
     lookups, node, steps = list[fx.Node](), new, {weight}
     while node is not weight:
@@ -116,7 +116,7 @@ def _of_inputs_alone(ids: fx.Node) -> bool:
 
 
 def _reads_looked_up(step: fx.Node) -> bool:
-    """Return True if every look-up in a rescaled embedding table reads only rows that were rescaled."""
+    """Return True if all look-ups in `step`, a rescaled embedding table, read only rescaled rows."""
     ids = step.args[1] if operator_name(step) == _RENORM else None
 
     def is_right(user: fx.Node) -> bool:

@@ -66,7 +66,7 @@ class Template:
     Args:
         reads: the tensors that each operator call reads, as `Ref`s.
         leaves: for each result of the block, a key with which results of later blocks are compared.
-        parts: (number, `Ref`) of each tensor that code after the block uses, results first.
+        parts: the tensors that code after the block can use, results first; each as its number and its `Ref`.
     """
 
     number: int
@@ -90,20 +90,21 @@ class Template:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """{id of a stand-in tensor: index of the result that the tensor replaces in the block's Python code}."""
+        """{id of a stand-in tensor: number of the block's result that it replaces in Python code}."""
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
-        """Return True if Python stored one of the stand-in tensors outside of this object."""
+        """Return True if Python has stored one of the stand-in tensors elsewhere (it has more references)."""
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 
 class RecordedCall:
     """One call of a block (layer) during a trace, which is recorded or compared with a recorded call.
+
     Args:
         given: the different tensors that the block gets (arguments, parameters, buffers).
-        key: comparison key of the call's arguments, parameters and global modes. Two calls are compared further only if
-            their keys are equal.
+        key: comparison key of the call's arguments, parameters and global modes. Only calls with equal keys are
+            compared further.
     """
 
     def __init__(self, block: Sequence[nn.Module], arguments: Any, tracing: Tracing, around: tuple):
@@ -146,14 +147,14 @@ class _Comparing:
         self._made: dict[int, weakref.ref] = {}
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """Return the index of a tensor that the block was passed or has computed; None for any other tensor."""
+        """Return the number of a tensor that is the block's input or result; None for any other tensor."""
         reference = self._made.get(id(tensor))
         return None if reference is not None and reference() is not tensor else self._places.get(id(tensor))
 
     def note(self, tensor: Tensor, place: int) -> Tensor:
-        """Record the index of a result, by the id of the result.
+        """Record the number of a result, by the id of the result.
 
-        A strong reference is not stored, because torch copies tensors that have other references.
+        Stores only a weak reference, because torch copies tensors that have other references.
         """
         self._places[id(tensor)], self._made[id(tensor)] = place, weakref.ref(tensor)
         return tensor
@@ -229,7 +230,7 @@ class Recording(_Comparing):
         return None
 
     def template(self, number: int, output: Any) -> Template:
-        """Return the recorded block. Raises Differs if no other block can repeat it."""
+        """Return the recorded block. Raises Differs if the block cannot be repeated."""
         if self.failed or not self.call.is_intact():
             raise Differs
         nodes = self.tracing.nodes_after(self.last)
@@ -321,7 +322,7 @@ class Replay(_Comparing):
         return done and spec == self.template.spec and spelt == self.template.leaves
 
     def finish(self, target: Any, meta: Mapping[str, Any]) -> dict[int, Tensor]:
-        """Add one call of `target`, which represents the block, to the graph. Returns {index: result tensor}."""
+        """Add one call of `target`, which represents the block, to the graph. Returns {number: result tensor}."""
         nodes = [node for p in self.template.used if (node := self.tracing.node_of(self.call.given[p])) is not None]
         num_given = self.template.num_given
         with self.tracing.apart():
@@ -346,7 +347,7 @@ def _ref(refs: Mapping[fx.Node, Ref], node: fx.Node | None) -> Ref:
 
 
 def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple:
-    """Return a comparison key of a value, in which tensors are given by index, all else by type and value."""
+    """Return a comparison key of a value: tensors by number in the block, all else by type and value."""
     kind = type(value)
     if kind in _PLAIN:
         return (kind, value)

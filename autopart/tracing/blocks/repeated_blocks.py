@@ -239,7 +239,8 @@ def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str
 def _alike(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Yield (module, kind) for modules that have children and a sibling of equal kind, such as layers.
 
-    Modules inside a yielded module are not searched.
+    The kind consists of the classes of a module and its submodules, and the metadata of its tensors. Modules inside a
+    yielded module are not searched.
     """
     kinds = {child: _kind(child) for child in model.children() if any(True for _ in child.children())}
     counts = Counter(kinds.values())

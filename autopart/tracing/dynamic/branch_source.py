@@ -187,7 +187,7 @@ class _OnlyWrites:
         return all(self._writes(statement, in_loop) for statement in statements)
 
     def _perhaps(self, statements: Sequence[ast.stmt], in_loop: bool) -> bool:
-        """Analyze statements that may not run. Variables that they assign count as unassigned afterwards."""
+        """Analyze statements that may not run. Names that they assign do not count as assigned afterwards."""
         before = set(self.made)
         writes = self._all(statements, in_loop)
         self.made = before
@@ -234,7 +234,7 @@ class _OnlyWrites:
         return is_same and ast.unparse(value.func.value) == target.id  # type: ignore[attr-defined]
 
     def _makes(self, target: ast.expr) -> bool:
-        """Return True if an assignment is harmless: code outside of these statements does not read the name."""
+        """Record the names that an assignment sets. Return True if code outside these statements reads none."""
         names = _names(target, ast.Store)
         self.made |= names
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
@@ -242,12 +242,15 @@ class _OnlyWrites:
         return are_names and not names & self.read_elsewhere
 
     def _reads(self, value: ast.expr) -> bool:
-        """Return False if an expression can read a variable from an earlier loop iteration of this code."""
+        """Return False if an expression reads a variable before these statements have assigned it.
+
+        In a loop, the variable could have a value of an earlier iteration.
+        """
         return not _names(value, ast.Load) & self.stored - self.made - self.read_elsewhere
 
 
 class _Behind:
-    """Analysis of the code around statements that a condition can skip.
+    """Analysis of the rest of a function, outside of the statements that a condition can skip.
 
     `reads`: names that this code reads and that the skipped statements may have assigned.
     """

@@ -47,7 +47,7 @@ _NO_FINITE_SLOPE = {"div", "reciprocal", "rsqrt", "sqrt", "pow", "log", "log2", 
 
 
 class DataDependentBranches:
-    """Code that a model can skip depending on values: it is recorded and marked during the trace."""
+    """Recorder of code that a model can skip depending on values. It marks this code in the trace."""
 
     def __init__(self) -> None:
         self.lines: dict[Skipped, int] = {}
@@ -56,7 +56,7 @@ class DataDependentBranches:
         self.turns = 0
 
     def go_on(self) -> None:
-        """Insert the end marker of skippable code when Python has run the last line of the code.
+        """Insert the end marker of skippable code if Python has left the lines of the code.
 
         Call this before every torch function.
         """
@@ -73,9 +73,13 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the outcome of a condition with which Python runs the code that the condition can skip.
+        """Return the outcome of a condition for which Python runs the code that the condition can skip.
 
         Returns None if that code does more than write to elements of tensors.
+
+        Args:
+            frame: frame that evaluates the condition.
+            truth: function that returns the condition as a tensor.
         """
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
@@ -136,7 +140,7 @@ class Marks:
         """{marker: masks that are false everywhere if the model skips its code}."""
 
     def pass_by(self, node: fx.Node) -> bool:
-        """Process the next node of the graph. Return True if it is a marker (begin or end of skippable code)."""
+        """Update the state for the next node of the graph. Return True if the node is a marker."""
         if node.target is _BEGINS:
             self.around.append(node)
             self.empty.setdefault(node, set())
@@ -175,7 +179,7 @@ class Marks:
 
 
 class _CountOf(NamedTuple):
-    """The number of elements of the tensor `of` that equal `number`: one entry of `bincount`."""
+    """Count of the elements of the tensor `of` that equal `number`: one entry of `bincount`."""
 
     of: fx.Node
     number: int
@@ -327,7 +331,7 @@ class _SkippedCode:
         return any(one in self.nothing or one in self.masks for one in written)
 
     def _is_as_before(self, node: fx.Node) -> bool:
-        """Return True if a value is the same whether or not the model skips this code."""
+        """Return True if a value is equal whether or not the model skips this code."""
         while node in self.inside:
             if operator_name(node).removeprefix("aten::") not in _SAME_TRUTHS and not self._writes_nothing(node):
                 return False

@@ -72,9 +72,9 @@ class Floats:
         self.modules: list[tuple[dict[str, Any], str]] = [(names, name) for names, name in modules if name not in names]
 
     def replace_for_sizes(self, frame: FrameType, name: str) -> None:
-        """Raise ReadsFloat if the call of `float` or `int` on a size, in this frame, can be replaced.
+        """Raise ReadsFloat if this frame converts a size by `float` or `int`, and the call can be replaced.
 
-        The model is then traced again with the replacement.
+        `name`: "float" or "int". The model is then traced again with the replacement.
         """
         if self.may_be_added(frame, name):
             self._of_sizes.add((frame.f_globals["__name__"], name))
@@ -108,4 +108,4 @@ class Floats:
 
 
 class ReadsFloat(TraceAgain):
-    """Exception: the model's code calls `float(tensor)`. The model is traced again with `float` replaced."""
+    """Exception: code calls `float` or `int` with a traced value. The next trace replaces the function."""

@@ -37,7 +37,7 @@ class FoundFunctions:
         self.functions: list[Any] = []
 
     def may_be_added(self, frame: FrameType, is_array: Callable[[Any], bool]) -> bool:
-        """Record the function that computes with an array. Return False if there is none, or if it is known.
+        """Record the function that computes with an array. Return False if no new function is found.
 
         Args:
             frame: frame in which the values of an array are needed.
@@ -79,7 +79,7 @@ def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _receives(frame: FrameType, is_array: Callable[[Any], bool]) -> bool:
-    """Return True if an argument of a frame's function is an array of activations, and none is a module."""
+    """Return True if a frame's function has an array of activations, and no module, as an argument."""
     code = frame.f_code
     given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
     return any(map(is_array, given)) and not any(isinstance(value, nn.Module) for value in given)
@@ -90,9 +90,9 @@ def _functions_of(frame: FrameType) -> list[Any]:
 
 
 def _called_by(frames: Sequence[FrameType]) -> list[Any]:
-    """Return [function] for the call that the innermost frame runs, if the source names the function.
+    """Return [function] for the call that the innermost frame runs, such as `np.argmax(x)`.
 
-    An example of such a call is `np.argmax(x)`. Returns [] for other calls.
+    Returns [] if the source does not name the function.
     """
     if not frames:
         return []

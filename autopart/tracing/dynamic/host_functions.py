@@ -2,11 +2,12 @@
 
 Examples are the masks of SpecAugment, which numpy draws, and the matching of boxes by
 `scipy.optimize.linear_sum_assignment`. A trace has no values, so the function itself becomes an operator in the
-namespace `host_function`. Its results have no gradient. The trace needs their shapes: they come from `like`, or from
-runs of the function on the real inputs, with random numbers in place of activations.
+namespace `host_function`. Its results have no gradient. The trace needs their shapes: the user passes example results
+(`like`), or the function runs during the trace on the real inputs, with random numbers in place of activations.
 
-- A function that reads only inputs, or no tensor, counts as a random operator. So each call of the model runs it once,
-  in the prologue, on the global batch, in the order of the model. The first rank's results are sent to all ranks.
+- A function that reads only inputs, or no tensor, counts as a random operator. So each call of the model runs it once
+  on the global batch, before the microbatches, in the order of the model. The first rank's results are sent to all
+  ranks.
 - A function of activations runs on gathered values, on every rank. It must not draw random numbers.
 """
 
@@ -190,7 +191,7 @@ def host_functions(model: nn.Module, known: ConcreteConstants, found: FoundFunct
         known: how tensors of the trace are computed from the inputs.
         found: functions that compute with arrays of activations.
         draws: True to also make operators of functions that draw random numbers of Python and numpy: those of `_DRAWS`,
-            and functions in the modules of the model's code that use these generators.
+            and functions that use these generators, in the Python modules that define the model's classes.
     """
     from_numpy = torch.from_numpy
     exchanged: dict[tuple[Any, str], Any] = {
@@ -233,7 +234,7 @@ def _unless_of_activations(function: FunctionType, known: ConcreteConstants) -> 
 
 
 def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function. A call on activations without gradients runs it as a host function."""
+    """Wrap a function, so that calls on activations without gradients run it as a host function."""
     marked = host_function(function)
 
     @functools.wraps(function)
@@ -323,7 +324,7 @@ class _HostCall:
         return forms[0]
 
     def _operand(self, tensor: Tensor, seed: int) -> Tensor:
-        """Return a tensor for a trial run: the real values of an input, or random values for an activation."""
+        """Return an argument for a trial run: the real values of an input, or random values for an activation."""
         value = self.known.value_of(torch.clone, tensor) if self.known.is_recorded(tensor) else UNKNOWN
         with outside_of_tracing():
             if value is not UNKNOWN:
@@ -339,7 +340,7 @@ class _HostCall:
         return kinds, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], spec
 
     def _operator(self, kinds: Sequence[str], shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Any:
-        """Return the custom operator of this call. Its name is equal in all processes."""
+        """Return the custom operator of this call, created on first use. Its name is equal in all processes."""
         plain = [Tensor if isinstance(leaf, Tensor) else _text(leaf) for leaf in self.leaves]
         operands = [(tuple(t.shape), t.dtype, t.device.type) for t in self.tensors]
         full = repr((self.name, plain, self.is_array, str(self.spec), operands, kinds, shapes, self.is_of_inputs))

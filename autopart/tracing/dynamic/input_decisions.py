@@ -124,7 +124,7 @@ class InputDecisions:
         return UNKNOWN if recorded is None else self._guarded(recorded, users_frame)
 
     def decide(self, formula: Any, frame: FrameType) -> Any:
-        """Return the value of a formula of torch's symbols that Python needs; None if it is unknown."""
+        """Return a value of torch's symbols that Python needs, for the real inputs; None if it is unknown."""
         recorded = self.known.formula(formula)
         if recorded is None:
             return None
@@ -132,14 +132,14 @@ class InputDecisions:
         return None if value is UNKNOWN else value
 
     def read(self, frame: FrameType, func: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Return a value computed from a tensor; UNKNOWN if the tensor's values are unknown."""
+        """Return `func(tensor)` for the real inputs; UNKNOWN if the tensor's values are unknown."""
         recorded = self.known.recorded((func, (tensor,), {}))
         return UNKNOWN if recorded is None else self._guarded(recorded, _users_frame(frame))
 
     def note(self, call: Call, output: Any, frame: FrameType) -> Any:
         """Record how the symbols in the result of a call are computed from the inputs. Return the result.
 
-        In code that `specialise` chose, the result has real sizes in place of symbols.
+        For code positions that `specialise` chose, the result has real sizes in place of symbols.
         """
         is_list = isinstance(output, list)
         for place, leaf in enumerate(output if is_list else [output]):

@@ -27,7 +27,7 @@ _GATE = 1e4
 
 
 class _Steps(NamedTuple):
-    """The valid steps of a packed sequence: `mask` [steps, samples], and the number of steps per sample."""
+    """The valid steps of a padded sequence: `mask` [steps, samples], and the number of steps per sample."""
 
     mask: Tensor
     lengths: Tensor

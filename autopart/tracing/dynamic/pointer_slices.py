@@ -74,7 +74,7 @@ class PointerSlices:
         return copy is not None and (copy.is_outdated or self._is_outdated(memory_of(copy.sliced)))
 
     def note_writes(self, written: Iterable[Tensor], write: Callable[[Tensor, Any, Tensor], Any]) -> None:
-        """Record in-place writes after they ran. Repeat writes to a copy on the sliced tensor by `write`.
+        """Record in-place writes that have run. Repeat a write to a copy on the sliced tensor.
 
         Args:
             write: called as `write(tensor, index, values)`. Must assign values to `tensor[index]`.

@@ -69,7 +69,7 @@ class RandomBranches:
         """Conditions that were evaluated before the current one in an `and` or `or`."""
 
     def refuse_values(self, error: Exception) -> None:
-        """Stop computing both sides of branches on values in the next traces, because of an error."""
+        """In the next traces, do not compute both sides of branches on values. `error`: the reason."""
         self.refuses_values = True
         if self.is_full:
             self.limit = f"there are more than {_MOST} branches, as in a loop"
@@ -120,7 +120,7 @@ class RandomBranches:
         return self.answers[self.count - 1] if self.count <= len(self.answers) else False
 
     def answer(self, condition: Tensor) -> bool | None:
-        """Return the outcome that the current trace assumes for a condition.
+        """Return the outcome that the current trace assumes for a condition on random numbers.
 
         Returns None if the condition depends on more than random numbers.
         """
@@ -146,7 +146,7 @@ def with_random_branches(program: Any, chances: RandomBranches, again: Callable[
     Raises LostInTrace if two branches affect the same operators.
 
     Args:
-        again: function that traces the call again, with the outcomes in `chances`.
+        again: function that traces the call again, with the outcomes that `chances.answers` contains.
     """
     lines = next(iter([*chances.lines, *chances.by_values.values()]), "")
     try:
@@ -206,6 +206,7 @@ class _Side:
         known: {node of the other trace: equal node of the full trace}, for nodes before the branch.
         instead: {value of the full trace: value of the other trace}, for values that differ and that code after the
             branch reads.
+        after: first node of the full trace after the branch.
     """
 
     number: int
@@ -263,7 +264,7 @@ def _check_apart(sides: Sequence[_Side]) -> None:
 
 
 def _check_pure(sides: Sequence[_Side]) -> None:
-    """Raise LostInTrace if a side of a branch on values does more than compute values."""
+    """Raise LostInTrace if a side of a branch on values draws random numbers or writes running statistics."""
     for node in (node for side in sides for node in (*side.here, *side.there)):
         if draws_random_numbers(node):
             raise _lost("a side of a branch draws random numbers")
@@ -280,7 +281,7 @@ def _built(
     Args:
         most: the outcome (True or False) of all conditions in the full trace.
         answers: the outcomes. None: compute both sides of every branch, and select one by a `where` per branch.
-        guarded: numbers of the branches whose inputs receive a gradient only from the selected side.
+        guarded: numbers of the branches on values. Their inputs receive a gradient only from the selected side.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)
@@ -321,7 +322,7 @@ def _built(
 
 
 class _Guards:
-    """Builder of `where` calls at the inputs of a branch: only the selected side gives them a gradient.
+    """Builder of `where` calls by which the inputs of a branch get a gradient only from the selected side.
 
     Without the `where`, a gradient that is infinite or NaN on the side that is not selected would reach the input.
 
@@ -361,10 +362,12 @@ class _Guards:
     ) -> tuple[fx.Node, fx.Node]:
         """Return the two values, one of each side, between which the branch selects.
 
-        A value from before the branch, which a side passes on unchanged, may be computed a second time by `_second`.
+        If one of them is from before the branch, it may be computed a second time by `_second`.
 
         Args:
             is_inside: True if the full trace computes `own` inside of the branch.
+            own: value of the full trace.
+            other: value of the other trace.
         """
         if side.number in self.guarded and not is_inside and not _carries(own, other):
             own = self._second(own, condition, self.most)
@@ -373,10 +376,11 @@ class _Guards:
         return own, other
 
     def _second(self, node: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
-        """Compute a value a second time, with guards at the inputs of the graph.
+        """Compute a value a second time, from graph inputs that get a gradient only if the value is selected.
 
-        Used if the branch replaces the value by a value that does not depend on it. Then the value's own derivative may
-        be infinite or NaN, and the condition is known only after the value was computed.
+        Used if the branch replaces the value by a value that does not depend on it. The value's own derivative may then
+        be infinite or NaN. The inputs of the original value cannot be selected in this way, because the condition is
+        computed after it.
         """
         again: dict[fx.Node, fx.Node] = {}
         before = ancestors_of([node])

@@ -67,10 +67,7 @@ def largest(labels: Tensor) -> int:
 
 
 def with_numbers(func: Callable[..., Any], args: tuple, item: Callable[[Tensor], Any]) -> tuple:
-    """Return the arguments of a call.
-
-    Tensors that are sizes or slice bounds are replaced by `item(tensor)`.
-    """
+    """Return a call's arguments, with tensors that are sizes or slice bounds replaced by `item(tensor)`."""
     name = getattr(func, "__name__", "")
     if name in _FACTORIES:
         return tuple(_numbers(argument, item) for argument in args)
@@ -89,7 +86,7 @@ def _numbers(argument: Any, item: Callable[[Tensor], Any]) -> Any:
 
 
 def _slices(argument: Any, item: Callable[[Tensor], Any]) -> Any:
-    """Return an index in which tensors with one integer are numbers, as Python's indexing reads them."""
+    """Replace tensors with one integer in an index by numbers, as Python's indexing does."""
     if isinstance(argument, slice):
         return slice(*(_index(part, item) for part in (argument.start, argument.stop, argument.step)))
     if type(argument) is tuple:

@@ -133,7 +133,7 @@ class SymbolicScalars:
         return added(self.graph, line, aten.full.default, [], number, dtype=_dtype(type(number)))
 
     def tensor(self, number: fx.Node, line: fx.Node) -> fx.Node:
-        """Return a scalar as a 0-d tensor of dtype float64, int64 or bool, which have Python's precision."""
+        """Return a scalar as a 0-d tensor of dtype float64, int64 or bool, the precision of Python numbers."""
         dtype = _dtype(_KINDS[type(value(number))])
         name = operator_name(number)
         if name in _ITEMS:

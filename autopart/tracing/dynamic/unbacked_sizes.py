@@ -2,8 +2,9 @@
 
 `torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` an unbacked size (`u0`). Here every such selection
 becomes `autopart::positions`, whose size in the trace is the maximum: the number of elements of the mask. Values that
-depend on this size get sizes computed from the maximum, and the fact `counted` marks them. A mean over such values
-becomes a sum divided by the actual number of elements. Data-dependent scalars become tensors (`symbolic_scalars.py`).
+depend on this size get sizes computed from the maximum, and the entry `counted` in the node's meta is True. A mean over
+such values becomes a sum divided by the actual number of elements. Data-dependent scalars become tensors
+(`symbolic_scalars.py`).
 
 Some data-dependent sizes have no maximum (`bincount`, a slice up to a scalar). The caller must refuse them.
 """
@@ -199,7 +200,7 @@ class _Rewriter:
         return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
-        """Return the number of elements that a mask selects: an integer if it is known, else torch's symbol."""
+        """Return the number of elements that a mask selects: an integer if known, else torch's symbol for it."""
         sizes = next(tensors_in(value(node))).shape
         if operator_name(node) == "aten::index_put":
             return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
@@ -221,7 +222,7 @@ class _Rewriter:
         return self.known[node]
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """Return a node and its ancestors in graph order, without those that `_number` has already numbered."""
+        """Return a node and its ancestors in graph order, except nodes that `_number` has already numbered."""
         todo, unknown = [node], set[fx.Node]()
         while todo:
             source = todo.pop()

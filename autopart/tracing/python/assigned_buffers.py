@@ -1,9 +1,10 @@
 """Assignments to buffers in a forward (`self.cache = ...`), which a trace would not record.
 
 `AssignedBuffers` converts them into in-place writes, which a trace records.
-A buffer that is None before the first call is a cache: the first call fills it and later calls read it. This is
-allowed if every call would compute the same value. The program then computes the value in every call, and the model's
-own buffer stays None.
+
+A buffer that is None before the first call is a cache: the first call fills it and later calls read it. This is allowed
+if every call would compute the same value. The program then computes the value in every call, and the model's own
+buffer stays None.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class AssignedBuffers:
     """Record of the buffers that a forward assigns.
 
     Attributes:
-        caches: buffers that were None and that the forward filled.
+        caches: buffers that were None before the forward, and that the forward filled.
         are_filled: True if the caches are filled before the forward starts.
     """
 
@@ -121,10 +122,10 @@ def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Te
 
 
 def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again: Callable[[], Any]) -> None:
-    """Raise TraceError if a forward computes something else when its caches are already filled.
+    """Raise TraceError if a forward computes something else when its caches are filled.
 
-    `again` traces the call again with filled caches. Both traces must have equal calls that depend on inputs or
-    parameters.
+    `again` traces the call again with filled caches. Both traces must contain equal operator calls; calls that depend
+    on no input or parameter are ignored.
     """
     if not buffers.caches:
         return

@@ -65,7 +65,7 @@ class _NotRecorded(Exception):
 
 
 class ConcreteConstants:
-    """The constant tensors of a trace, and the tensors that are computed only from its inputs.
+    """The constant tensors of a trace, and the tensors that are computed only from constants and inputs.
 
     For each of these tensors the object has a record (`ValueCall` or `InputTensor`): how the tensor is computed from
     numbers and from the inputs of the trace.
@@ -171,7 +171,7 @@ class ConcreteConstants:
         return value
 
     def size(self, call: Call, output: Tensor, dim: int) -> ValueCall | None:
-        """Return a record (`ValueCall`) that computes a size of a call's result; None if this is impossible.
+        """Return a record (`ValueCall`) of how to compute a size of a call's result; None if impossible.
 
         Example: the size of `x[mask]` depends on the values of `mask`. The values of `x` may be unknown, because only
         its shape affects the size.
@@ -189,7 +189,7 @@ class ConcreteConstants:
         return ValueCall(Tensor.size, (selected, dim), {}, None, selected.of_inputs)
 
     def formula(self, formula: Any) -> ValueCall | None:
-        """Return a record (`ValueCall`) that computes a formula of torch's symbolic numbers.
+        """Return a record (`ValueCall`) of how to compute a formula of torch's symbolic numbers.
 
         Returns None if the value of a symbol is unknown.
         """
@@ -209,7 +209,7 @@ class ConcreteConstants:
         return ValueCall(partial(_evaluated, formula, symbols), tuple(calls), {}, None, any(c.of_inputs for c in calls))
 
     def forget(self, written: Sequence[Tensor]) -> None:
-        """Forget tensors that are written in place, with all constants that share their memory.
+        """Forget tensors that are written in place, and all constants that share memory with them.
 
         Tensors that were computed from these constants before the write stay constant.
         """
@@ -251,7 +251,7 @@ class ConcreteConstants:
         return True
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
-        """Forget the recorded calls of these tensors."""
+        """Forget how these tensors are computed."""
         for tensor in tensors:
             self._made.pop(tensor, None)
 
@@ -290,7 +290,7 @@ class ConcreteConstants:
         return self._without_draws(program, self.buffers)
 
     def _without_draws(self, program: ValueProgram, buffers: Mapping[str, Tensor] = MappingProxyType({})) -> Any:
-        """Run the recorded calls of a value and return the result; UNKNOWN if a call draws random numbers."""
+        """Run the recorded calls that compute a value. Return UNKNOWN if one of them draws random numbers."""
         self.read += [leaf for leaf in program.recorded if isinstance(leaf, Tensor)]
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
@@ -302,7 +302,7 @@ class ConcreteConstants:
         return UNKNOWN
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
-        """Record the buffers {name: buffer}. The value of a buffer is known until a call writes to it."""
+        """Record the buffers {name: buffer}. A buffer's value counts as known until a call writes to it."""
         self._held = [
             (buffer, BufferTensor(tuple(buffer.shape), buffer.dtype, name)) for name, buffer in buffers.items()
         ]
@@ -316,7 +316,7 @@ class ConcreteConstants:
         return bool(ValueProgram([self._made[tensor]]).buffers)
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Return True if a tensor has the same values in every call."""
+        """Return True if a tensor has equal values in every call."""
         if not self._is_known(tensor):
             return False
         program = ValueProgram([self._made[tensor]])
@@ -330,9 +330,9 @@ class ConcreteConstants:
 
 
 def views_of(recorded: Any) -> list[Any]:
-    """Return a record, then the records of the tensors of which it may be a view.
+    """Return a record, and the records of the tensors of which it may be a view.
 
-    These are its first argument, the first argument of that record, and so on.
+    The first argument of a view is the tensor that it views, so the result follows first arguments.
     """
     views = [recorded]
     while isinstance(views[-1], ValueCall) and views[-1].args:

@@ -192,7 +192,7 @@ class EagerSemantics(TorchFunctionMode):
         return output
 
     def to_list(self, tensor: Tensor) -> Any:
-        """Return the result of `tensor.tolist()`; None if the trace makes a list of torch's symbols."""
+        """Return the result of `tensor.tolist()`; None to let torch return a list of symbols."""
         value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
         return as_places(tensor) if value is UNKNOWN else value
 
@@ -212,7 +212,7 @@ class EagerSemantics(TorchFunctionMode):
     def spend(self, tensor: Tensor) -> bool:
         """Record that an autograd.Function overwrote a tensor, so that later reads of it are rejected.
 
-        Returns False for a tensor from outside the trace.
+        Returns False if later reads cannot be detected: the tensor is not computed in the trace.
         """
         memory = memory_of(tensor)
         made = tensor._base if tensor._base is not None else tensor
@@ -222,9 +222,9 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise LostInTrace if one of these tensors has other values in eager torch, after a write.
+        """Raise LostInTrace if one of these tensors would have other values in eager torch, due to a write.
 
-        The write was made by an autograd.Function (see `spend`), to a sliced tensor, or to a numpy array.
+        Such a write is made by an autograd.Function (see `spend`), to a sliced tensor, or to a numpy array.
         """
         self.slices.check_current(tensors := list(tensors))
         self.decisions.check_arrays(tensors)
@@ -307,7 +307,7 @@ class EagerSemantics(TorchFunctionMode):
         self.slices.note_writes([tensor], self._assign)
 
     def _differentiated(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Trace `torch.autograd.grad`. Raises LostInTrace for a gradient that eager torch gets wrong."""
+        """Trace `torch.autograd.grad`. Raises LostInTrace for a gradient that eager torch computes wrongly."""
         call = _CALL_OF_GRAD.bind(*args, **kwargs).arguments
         if not call.get("create_graph"):
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf,
@@ -353,7 +353,7 @@ class EagerSemantics(TorchFunctionMode):
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
         """Return the outcome that the trace assumes for a Python branch on a tensor.
 
-        Supported are branches on random numbers, and branches that skip only writes. Returns None for all others.
+        Returns None if the trace cannot represent both outcomes.
         """
         answer = self.chances.answer(condition)
         if answer is None:
@@ -404,7 +404,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
-    """Return True if outputs depend on one of these autograd nodes by a path that avoids `inputs`."""
+    """Return True if autograd's graph leads from outputs to one of these nodes, and not through `inputs`."""
     todo = [output.grad_fn for output in tensors_in(outputs)]
     seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
     while todo:

@@ -65,7 +65,7 @@ class Guards:
         reads: the names that the user's code read in the trace.
         model: the traced module: the user's model, or a `WithLoss` around it.
         others: the loss function and other options, whose attributes are guarded too.
-        inputs: identities of the numbers that are inputs of the program; they are not guarded.
+        inputs: numbers that are inputs of the program; they are not guarded.
         device: device of the program, or None. The program reads the user's constant tensors on this device directly,
             so they are not guarded. Tensors on other devices are copied, so they are guarded. None: the program casts
             and copies every tensor.
@@ -120,12 +120,12 @@ class Guards:
         return len(self._flat) + of_others + len(self._tensors)
 
     def _flatten(self) -> None:
-        """Collect the guarded values of all modules in one list, to compare hundreds of them quickly."""
+        """Collect the guarded values of all modules in one list, so that hundreds are compared quickly."""
         self._getters = [(group.mapping, group.get) for group in self._of_modules]
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
     def _layers(self) -> list[Any]:
-        """List the children of all modules; [] if the user has deleted the model."""
+        """Return the children of all modules; [] if the user has deleted the model."""
         try:
             return [*chain.from_iterable([parent()._modules.values() for parent in self._parents])]
         except AttributeError:
@@ -243,7 +243,7 @@ class Guards:
             self._value(path, holder, mapping, name, mapping.get(name, MISSING))
 
     def _value(self, path: str, holder: Any, mapping: Any, name: str, value: Any) -> None:
-        """Guard a Python value, and the attributes that the user's code read from it."""
+        """Guard a Python value, and the attributes that the user's code read from the value."""
         if value is MISSING or (isinstance(value, _CODE) and not isinstance(holder, nn.Module)):
             return
         if isinstance(value, types.ModuleType):
@@ -325,7 +325,7 @@ class _GuardedValues:
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: Sequence[Any]) -> bool:
-        """Return True if the values are new objects that equal the guarded ones. Store the new objects."""
+        """Return True if the values are new objects that equal the guarded ones. Then guard the new objects."""
         if [_identity_key(value) for value in now] != self.keys:
             return False
         self.values = tuple(now)

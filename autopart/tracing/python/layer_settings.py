@@ -66,7 +66,7 @@ def settings_of(model: nn.Module) -> Settings:
 
 
 def with_values(model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
-    """Set attributes of layers inside a `with` block (not modes), and restore the old values at its end."""
+    """Set attributes of layers (not train/eval modes) in a `with` block; restore them at its end."""
     return attributes({(model.get_submodule(path), name): value for path, name, _, value in settings.values})
 
 

@@ -57,7 +57,7 @@ class NumberInputs:
     def key(self, numbers: Mapping[str, Any]) -> Hashable:
         """Return the part of a call's cache key that depends on numbers.
 
-        It consists of the names of numbers that are inputs, and the values of numbers that are constants.
+        It has the names of numbers that are inputs of the program, and the values of numbers that are constants in it.
         """
         others = tuple((name, value) for name, value in numbers.items() if name not in self.options)
         return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
@@ -164,9 +164,9 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Make `assigned` write to these slots in the traces inside this `with` block.
+    """Let `assigned` write to these variables in the traces inside this `with` block.
 
-    A slot is a variable of the user's code that contains a number.
+    Each slot is a variable of the user's code that contains a number.
     """
     before, _Slots.current = _Slots.current, slots
     try:

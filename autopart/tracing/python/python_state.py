@@ -149,7 +149,7 @@ class PythonState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Attributes that the forward changed to a value without tensors. The next forward can branch on them."""
+        """Attributes that the forward set to a value without tensors. The next forward can branch on them."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
@@ -222,8 +222,8 @@ def _holds_tensors(value: Any) -> bool:
 def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
     """Raise TraceError if the result of a forward depends on random numbers of Python or numpy.
 
-    A program would repeat the numbers of the trace in every step. `again` traces the call again, once with the smallest
-    possible numbers and once with the largest. The forward depends on them if the graphs differ.
+    A program would repeat the numbers of the trace in every step. The call is traced (by `again`) with the smallest
+    possible numbers and with the largest. If these graphs differ from the first, the forward depends on the numbers.
     """
     drawn = state.drawn
     if not drawn:
@@ -270,8 +270,8 @@ def _cast_of(constant: fx.Node) -> fx.Node | None:
 def _connected(graph: fx.Graph, constants: Collection[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a graph that are connected to an input, a weight or an output.
 
-    Other nodes are, for example, initial values of a module that the forward creates. A node that reads only a shape
-    comes directly before its first use.
+    Other nodes are, for example, initial values of a module that the forward creates. A node that reads only a shape is
+    returned directly before its first use, wherever it is in the graph.
     """
     neighbours = nx.Graph((node, read) for node in graph.nodes for read in _value_inputs(node))
     ends = [node for node in graph.nodes if node.op != "call_function" and node not in constants]
@@ -380,10 +380,11 @@ def check_attributes(
 ) -> tuple[tuple[str, ...], Mapping[str, Any]]:  # fmt: skip
     """Raise TraceError if a forward reads a tensor attribute that it changes for its next call.
 
-    A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. For
-    numbers, and for tensors in attributes without a tensor of this shape before, `again` traces the call again. The
-    second trace starts with the values that the first forward stored. Both graphs must be equal. Only numbers and flags
-    of modules may change the graph. Returns notes for the user, and {attribute: new value} of these numbers and flags.
+    A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. The
+    check of other changes traces the call a second time, by `again`. It covers numbers, and tensors in attributes
+    without a tensor of this shape before. The second trace starts with the numbers that the first forward stored, and
+    with zeros for tensors. Its graph must equal the first, unless only numbers and flags of modules have changed.
+    Returns notes for the user, and {attribute: new value} of these numbers and flags.
 
     Args:
         computed: returns the part of a graph that must be equal; by default the entire graph.

@@ -63,7 +63,7 @@ class Name(NamedTuple):
 class WatchedCode(NamedTuple):
     """Code of a function, with the names that it reads and its operations on sizes.
 
-    `spots` is {offset of an instruction: operation}. Both are empty for code of libraries.
+    `spots` is {offset of an instruction: operation on a size}. For libraries, `names` and `spots` are empty.
     """
 
     code: types.CodeType
@@ -163,7 +163,7 @@ class RecordedReads:
             self.changed.add((identity_of(holder), name))
 
     def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
-        """Return True if `value`, at the end of the forward, differs from the first value that user code read.
+        """Return True if `value`, read after the forward, differs from the value that user code read first.
 
         Args:
             holder: the object with the attribute or entry.
@@ -219,7 +219,7 @@ def watched_frames(sizes: SizeConditions | None = None) -> Iterator[None]:
     A debugger's trace function still runs.
 
     Args:
-        sizes: record to which operations are added that sizes cannot record themselves.
+        sizes: record that receives the operations that `TracedSize` objects cannot record themselves.
     """
     reads, debugger = _Recording.reads, sys.gettrace()
     if reads is None:

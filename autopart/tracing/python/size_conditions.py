@@ -28,8 +28,8 @@ class SizeCondition(NamedTuple):
 
     `name`: the name of a function of Python's module `operator`; functions of other modules have the module in their
     name, such as `math.ceil`. `right`: None for a function of one argument. `is_checked_at_run_time`: a call with other
-    sizes checks the condition before its ranks communicate. So programs can be derived even if no formula of the sizes
-    gives `left`.
+    sizes checks the condition before its ranks communicate. So a program for other sizes can be derived even if `left`
+    is not a known function of the sizes.
 
     >>> SizeCondition("gt", 77, 64, True).holds
     True
@@ -113,7 +113,10 @@ class TracedSize(int):
     conditions: SizeConditions
 
     def __hash__(self) -> int:
-        """Return the hash, and record the size: a dict or set that lacks it compares it with no key."""
+        """Return the hash, and record that the size must be equal in all calls.
+
+        A look-up in a dict or set without this key calls no method that could record a comparison.
+        """
         if not _is_torch(sys._getframe(1)):
             self.conditions.record_equal(self)
         return int.__hash__(self)
@@ -123,7 +126,7 @@ class TracedSize(int):
         return int.__float__(self)
 
     def bit_length(self) -> Any:
-        """Return the number of bits, and record it."""
+        """Return the number of bits, and record the operation."""
         return _recorded("int.bit_length", self)
 
 
@@ -134,13 +137,13 @@ class TracedFloat(float):
     expression: Expression
 
     def __hash__(self) -> int:
-        """Return the hash, and record the number, as `TracedSize` does."""
+        """Return the hash, and record that the number must be equal in all calls, as `TracedSize` does."""
         if not _is_torch(sys._getframe(1)):
             self.conditions.record_equal(self)
         return float.__hash__(self)
 
     def is_integer(self) -> bool:
-        """Return True if the float has an integer value, and record it."""
+        """Return True if the float has an integer value, and record the operation."""
         return bool(_recorded("eq", self, self // 1))
 
 
@@ -198,7 +201,7 @@ def _are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number without its record."""
+    """Convert a `TracedSize` or `TracedFloat` to a plain number."""
     if isinstance(value, TracedFloat):
         return float.__float__(value)
     return int.__int__(value) if isinstance(value, TracedSize) else value
@@ -217,7 +220,7 @@ def _are_numbers(operands: Iterable[Any]) -> bool:
 
 
 def _traced(result: Any, name: str, operands: tuple[Any, ...]) -> Any:
-    """Return the result of a function of sizes: a float that knows its expression, or an int."""
+    """Return the result of a function of sizes: a TracedFloat with its expression, or a TracedSize."""
     conditions = _conditions_of(operands)
     if type(result) is not float:
         return traced_sizes(result, conditions)
@@ -248,7 +251,7 @@ def _linear(name: str, left: Any, right: Any) -> Any:
 def _with_symbol(name: str, *operands: Any) -> Any:
     """Return the result of an operation on a size and a symbol of torch.
 
-    The size must be equal in all calls.
+    Records that the size must be equal in all calls.
     """
     if not any(isinstance(one, (torch.SymInt, torch.SymFloat)) for one in operands):
         return NotImplemented
@@ -308,7 +311,7 @@ for _kind in (TracedSize, TracedFloat):
 
 
 def recorded_functions() -> dict[tuple[Any, str], Callable[..., Any]]:
-    """Return {(module, name): function} of functions of `math` and numpy that record sizes."""
+    """Return {(module, name): replacement} for functions of `math` and numpy; replacements record sizes."""
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {}
     for name in ("log", "log2", "log10", "sqrt", "exp", "pow", "fmod", "remainder", "gcd", "lcm", "isqrt"):
         replaced[math, name] = _of_math(f"math.{name}", getattr(math, name))

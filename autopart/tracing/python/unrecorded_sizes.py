@@ -1,4 +1,4 @@
-"""Operations on sizes that sizes cannot record: `0.5 * length`, `0.5 < length`, `x.shape.numel()`.
+"""Operations that a `TracedSize` cannot record: `0.5 * length`, `0.5 < length`, `x.shape.numel()`.
 
 Python calls no method of an int that is the right operand of a float, and `torch.Size` has no subclasses. So during a
 trace, the bytecode of the user's functions is watched for such operations. If one of them has a size as its operand,

@@ -61,8 +61,8 @@ class Operand(NamedTuple):
 def operand_of(frame: FrameType | None) -> Operand | Literal[False] | None:
     """Return the position, in an `and` or `or`, of the condition that a frame evaluates.
 
-    Returns None if the condition is not part of an `and` or `or`. Returns False for a nested `and` or `or`, and if the
-    source is not available.
+    Returns None if the condition is not part of an `and` or `or`. Returns False if the `and` or `or` is nested, or if
+    the source is not available.
     """
     if frame is None or frame.f_lasti < 0:
         return False
