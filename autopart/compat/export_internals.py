@@ -102,7 +102,7 @@ class _Stack:
 def noted(call: Callable[[], Any], note: str) -> Any:
     """Run `call` and return its result.
 
-    Set `meta[note] = True` on the nodes that the call adds to the trace.
+    Sets `meta[note] = True` on the nodes that `call` adds to the trace.
     """
     tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
     graph = tracer.fx_tracer.graph
@@ -114,7 +114,7 @@ def noted(call: Callable[[], Any], note: str) -> Any:
 
 
 def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace `torch.cond(condition, a, b, operands)` by `to(condition, a, b, operands)`.
+    """Replace `torch.cond(condition, a, b, operands)` by `to` with these arguments, inside a `with` block.
 
     A `torch.cond` whose condition is a Python bool is not replaced.
     """
@@ -161,9 +161,9 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def plain_mask_indexing() -> AbstractContextManager[None]:
-    """Make `x[i]` inside of torch's `TransformGetItemToIndex` (masks of transformers) an index operator.
+    """Make `x[i]` an index operator inside of torch's `TransformGetItemToIndex`.
 
-    In an export, torch itself records a call that contains Python objects.
+    Transformers builds masks in this mode. In an export, torch itself would record a call that contains Python objects.
     """
     module = sys.modules.get("torch._dynamo._trace_wrapped_higher_order_op")
     if not hasattr(module, "mod_index"):  # not imported, or a torch version that uses the operator
@@ -177,19 +177,19 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Initialize a lazy module for these arguments, as its first call would."""
+    """Initialize a lazy module for these arguments, as the module's first call would."""
     if isinstance(module, LazyModuleMixin):  # an earlier import may have loaded it already
         lazy: Any = module
         lazy._infer_parameters(lazy, args, dict(kwargs))
 
 
 def keep_calls(target: Any) -> None:
-    """Keep calls of an operator in graphs even if their results are unused."""
+    """Exempt an operator from dead-code elimination: its calls stay even if their results are unused."""
     fx.node.has_side_effect(target)
 
 
 def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
-    """Replace `tensor.tolist()` by `to(tensor)` for traced tensors.
+    """Replace `tensor.tolist()` by `to(tensor)` for traced tensors, inside a `with` block.
 
     If `to` returns None, torch's own `tolist()` runs.
     """

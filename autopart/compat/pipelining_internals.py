@@ -33,10 +33,10 @@ def schedule_class(schedule: str) -> Any:
 
 
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
-    """Return {rank: its actions in order} of a schedule.
+    """Return {rank: its actions in order} for a torch pipeline schedule.
 
-    torch's code computes the actions, without starting processes. Its step that adds sends and receives is skipped,
-    because it takes minutes for large pipelines.
+    torch's code computes the actions, without starting processes. The part of this code that adds sends and receives is
+    skipped, because it takes minutes for large pipelines.
     """
     from torch.distributed import pipelining
 
@@ -60,8 +60,8 @@ def stage_class() -> Any:
     """Return a subclass of torch's `PipelineStage` with two changes.
 
     A rank never sends to itself in the first handshake. In torch 2.11 a rank with two neighbouring stages (zbv,
-    dualpipev) would, and gloo rejects it. The class also calls `after_backward` when the weight gradients of a
-    microbatch are computed.
+    dualpipev) would do so, which gloo rejects. The class also calls `after_backward` as soon as a microbatch's weight
+    gradients have been computed.
     """
     from torch.distributed import pipelining
 
@@ -90,7 +90,7 @@ def stage_class() -> Any:
 def one_forward_one_backward_class() -> Any:
     """Return a 1F1B schedule class that accepts fewer microbatches than stages.
 
-    The constructor of torch's class rejects such a number, although its `step` could run it.
+    The constructor of torch's class rejects so few microbatches, although its `step` could run them.
     """
     from torch.distributed import pipelining
     from torch.distributed.pipelining.schedules import _Action, _ComputationType

@@ -1,4 +1,4 @@
-"""Private APIs of torch for state dicts by parameter names."""
+"""Private APIs of torch for state dicts whose keys are parameter names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
     """Install two functions that run whenever torch gathers or loads a full state dict.
 
     Args:
-        put_together: converts a state dict before torch gathers it for `StateDictOptions(full_state_dict=True)`. torch
-            gathers the returned state dict.
-        check_loaded: checks each local state dict that `broadcast_from_rank0=True` has filled.
+        put_together: called with a state dict that torch is about to gather for
+            `StateDictOptions(full_state_dict=True)`. Torch gathers the returned state dict instead.
+        check_loaded: called with each local state dict that `broadcast_from_rank0=True` has filled.
     """
     from torch.distributed.checkpoint import state_dict as state_dicts
 

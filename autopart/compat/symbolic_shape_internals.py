@@ -85,15 +85,16 @@ def many_elements(
     """Decide conditions on data-dependent sizes during a trace.
 
     If torch's own code tests whether a data-dependent size is 0 or 1, the result is False. This is safe, because
-    torch's kernels for larger sizes also handle sizes 0 and 1. Layers of torch are treated as the model's code, if the
-    size depends on inputs alone.
+    torch's kernels for larger sizes also handle sizes 0 and 1. Layers of torch count as the model's code if the size
+    depends on inputs alone.
 
     Args:
         answer_model: decides a condition in the model's code. Its arguments are the frame that evaluates the condition
             and a function that returns the condition as a tensor. It returns None if it cannot decide.
         decide: called if `answer_model` returns None. Its arguments are the condition's formula and the frame that
             evaluates it. It returns the formula's value, or None.
-        answer_both: called if `decide` returns None, with the arguments of `answer_model`.
+        answer_both: decides a condition for which both outcomes can be traced. Called if `decide` returns None, with
+            the arguments of `answer_model`.
     """
     ask: Any = ShapeEnv.evaluate_expr
 
@@ -127,7 +128,7 @@ def many_elements(
 
 
 def _is_of_layer(asked: Any, frame: types.FrameType) -> bool:
-    """Return True if the code of a layer of torch compares a size."""
+    """Return True if a layer of torch, not the user's code, evaluates a condition on a size."""
     return "/torch/nn/modules/" in frame.f_code.co_filename and type(asked) in _COMPARISONS
 
 

@@ -69,9 +69,9 @@ def generate_code(module: fx.GraphModule) -> None:
 
 
 def compiled_apart(function: Callable[..., Any], tag: str, dynamic: bool | None) -> Callable[..., Any]:
-    """Compile a function with inductor, under a cache tag.
+    """Compile a function with inductor. Its entries in the on-disk cache depend on `tag`.
 
-    Functions share an entry of inductor's on-disk cache only if their tags are equal.
+    Functions share an entry of this cache only if their tags are equal.
 
     Args:
         dynamic: the argument of this name of `torch.compile`.
@@ -101,7 +101,7 @@ def targets_in(graph: fx.Graph) -> list[Any]:
 
 
 def is_composite(target: Any) -> bool:
-    """Return True for a plain Python function, or for an operator that decomposes into other operators."""
+    """Return True if a node's target is a Python function, or an operator that decomposes into others."""
     return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()
 
 
@@ -113,7 +113,7 @@ def is_higher_order(target: Any) -> bool:
 def keeping_draws() -> Any:
     """Keep random operators in a trace even if their results are unused, inside a `with` block.
 
-    Without them, the traced model would advance its random generator less than the original model.
+    Without these operators, the program would draw fewer random numbers than the model.
     """
     import torch._inductor.config as inductor_config  # imported late, because it imports all of torch.compile
 
@@ -166,7 +166,7 @@ def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
 
 
 class Tracing:
-    """Access to the trace that torch is recording: its graph, and the node of each tensor."""
+    """Access to the trace that torch is recording: the graph, and each tensor's node in it."""
 
     def __init__(self, tracer: Any):
         self.tracer = tracer
@@ -232,7 +232,7 @@ class Tracing:
         False if `tensor` has a use before that position.
 
         Args:
-            before: {replacement: replaced node} of earlier calls. This call adds its entry.
+            before: {replacement: replaced node} of earlier calls of this method. This call adds an entry.
         """
         old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
@@ -254,12 +254,12 @@ class Tracing:
         return True
 
     def counts(self) -> Any:
-        """Return the trace's state of modules: how often each module was called, and which are running."""
+        """Return which modules are running in the trace, and how often each module was called."""
         tracer, scope = self.tracer, self.tracer.scope
         return dict(tracer.num_calls), dict(tracer.module_stack), scope.module_path, scope.module_type
 
     def restore(self, counts: Any) -> None:
-        """Reset the trace's state of modules to an earlier result of `counts`."""
+        """Reset the record of running and called modules to an earlier result of `counts`."""
         tracer = self.tracer
         for held, was in zip((tracer.num_calls, tracer.module_stack), counts[:2], strict=True):
             held.clear()
@@ -368,9 +368,10 @@ def exporting() -> AbstractContextManager[None]:
 
 
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Make non-reentrant `torch.utils.checkpoint` a plain call of its function inside `around(function)`.
+    """Make non-reentrant `torch.utils.checkpoint(function)` a plain call, inside a `with` block.
 
-    `around` returns a context manager. Nothing is recomputed, and the random state is neither saved nor restored.
+    The call runs inside the context manager `around(function)`. Nothing is recomputed, and the random state is neither
+    saved nor restored.
     """
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -409,7 +410,7 @@ def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor with data: neither fake, nor meta, nor lazy and uninitialized."""
+    """Return True for a tensor with data: not fake, not meta, and not lazy and uninitialized."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor))
 
 

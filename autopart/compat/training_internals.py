@@ -50,7 +50,7 @@ def current_transform() -> str:
 
 
 class _Norms:
-    """Replacements of `clip_grad_norm_` and `get_total_norm`, and torch's original functions."""
+    """Torch's `clip_grad_norm_` and `get_total_norm`, and the functions that replace them."""
 
     clip: Callable[..., Any]
     total: Callable[..., Any]
@@ -86,7 +86,7 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 
 
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Give `function` the code object of `code`, and return a function that runs the original code.
+    """Replace the code object of `function` by that of `code`. Return a function with the original code.
 
     Args:
         names: additional globals for the original code.
@@ -132,7 +132,7 @@ def before_wrappers(check: Callable[[Any, str], None]) -> None:
     """Call `check` before DDP, DataParallel, FSDP, `fully_shard` or `torch.compile` wraps a module.
 
     Args:
-        check: function of the module (or list of modules) and the wrapper's name.
+        check: called with the module (or list of modules) and the wrapper's name. It may raise an error.
     """
     for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _check_first(kind, check)

@@ -1,9 +1,9 @@
 """Attention with dropout as one operator, whose dropout mask each rank draws from a shared seed.
 
-On a GPU the operator calls torch's fused kernel. The CPU implementation saves the same tensors for backward: operands,
-output, and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). On the CPU that number is the largest
-score of the query. The CPU backward recomputes the attention weights, and draws the dropout mask of the forward again
-from its seed. Forward and backward process one sample of the batch at a time.
+On a GPU the operator calls torch's fused kernel. For backward, the CPU implementation saves the operands, the output,
+and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). This number is the largest score of the
+query. The CPU backward recomputes the attention weights, and draws the forward's dropout mask again from the seed.
+Forward and backward process one sample of the batch at a time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def attention_dropout_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention output, and the largest score of each query (zeros without a mask).
 
-    On a GPU the second tensor is empty, because the backward re-runs the forward of the kernel. `torch.compile` treats
+    On a GPU the second tensor is empty, because the backward runs the kernel's forward again. `torch.compile` treats
     this operator as opaque.
     """
     if _has_kernel(query, dropout_p):
@@ -94,7 +94,7 @@ def attention_dropout_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, key, value and mask.
 
-    Unless `of_mask`, the gradient of the mask is an empty tensor.
+    If `of_mask` is False, the gradient of the mask is not computed, and an empty tensor is returned for it.
     """
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
@@ -179,8 +179,8 @@ class _CpuAttention:
     def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys, values and scores.
 
-        Gradients of keys and values have one head per query head; the caller sums them over each group. The gradient of
-        the scores is an empty tensor unless `of_mask`.
+        Gradients of keys and values have one head per query head; the caller sums them over each group. If `of_mask` is
+        False, an empty tensor is returned for the gradient of the scores.
         """
         of_query, of_key, of_value = (torch.empty_like(x) for x in (self.query, self.key, self.value))
         of_scores = self.query.new_zeros((*self.query.shape[:-1], self.key.size(-2)) if of_mask else 0)
@@ -216,9 +216,9 @@ class _CpuAttention:
 
 
 def _sum_groups(grad: Tensor, heads: Tensor) -> Tensor:
-    """Sum gradients of K/V heads that were repeated for several query heads.
+    """Sum the gradients of K/V heads that were repeated for several query heads.
 
-    The result has one gradient for each K/V head of `heads`.
+    `heads`: the K/V heads before the repetition. The result has one gradient per head of `heads`.
     """
     return grad.unflatten(-3, (heads.size(-3), -1)).sum(-3) if grad.size(-3) != heads.size(-3) else grad
 
@@ -235,7 +235,7 @@ def _kernel_layout(output: Tensor) -> Tensor:
 def _empty_statistics(query: Tensor, dropout_p: float) -> Tensor:
     """Allocate the tensor for the largest score of each query.
 
-    It is empty if the backward needs no scores (GPU).
+    The tensor is empty on a GPU, where the backward does not need the scores.
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)

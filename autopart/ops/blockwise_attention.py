@@ -45,7 +45,7 @@ class ScoreBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyBlockVisit:
-    """Attention of the local queries to the keys and values of one rank.
+    """Description of a visit: attention of the local queries to the keys and values of one rank.
 
     Attributes:
         cut: sharding of the sequence dim (-2) over all ranks.
@@ -54,7 +54,7 @@ class KeyBlockVisit:
         mask: tensor [..., local queries, all keys]. Boolean: true if attended. Floating point: added to the scores.
             None: `runs` define the attended keys, or all keys are attended if there are no runs.
         scale: factor of the scores. None: 1 / sqrt(head width).
-        runs: runs of the local queries, each with the key ranges that it attends.
+        runs: groups of consecutive local queries, each with the key ranges that it attends.
     """
 
     cut: DimSharding
@@ -82,8 +82,8 @@ class KeyBlockVisit:
     def _is_causal(self) -> bool:
         """True if the keys are local and every query attends exactly the keys up to its own position.
 
-        A rank can have several chunks of the sequence (zigzag). They are sorted by position, so one causal kernel call
-        over the local shard is right.
+        A rank can have several chunks of the sequence (zigzag). The chunks are sorted by position, so one causal kernel
+        call over the local shard gives the right result.
         """
         chunks = self.cut.spans(self.here)
         return self.rank == self.here and len(self.runs) == len(chunks) and all(
@@ -157,7 +157,7 @@ VisitResult = tuple[Tensor, Tensor]
 
 
 def attend_visits(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, KeyBlockVisit]]) -> VisitResult:
-    """Attend the local queries to several blocks of keys (visits), and combine the results.
+    """Compute the attention of local queries to several blocks of keys (visits), and combine the results.
 
     Args:
         query: local queries, of shape [batch, heads, queries, width].
@@ -177,10 +177,10 @@ def attend_visits(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, KeyBlock
 def _combine_visit(
     so_far: VisitResult | None, query: Tensor, key: Tensor, value: Tensor, of: KeyBlockVisit
 ) -> VisitResult:
-    """Compute one more visit, and combine it with the result of the earlier visits in place.
+    """Compute one visit, and combine its result with that of the earlier visits in place.
 
-    A visit is the attention of the local queries to one block of keys. `so_far`: result of the earlier visits. None:
-    this visit is the first.
+    A visit is the attention of the local queries to one block of keys. `so_far`: combined result of the earlier visits,
+    None for the first visit. `of`: description of the visit.
     """
     key, value = (_repeat_heads(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
@@ -227,7 +227,7 @@ def visit_backward(
 
 
 class _RunAttention(torch.autograd.Function):
-    """Autograd function of `attention_runs` for a kernel that returns the log-sum-exp."""
+    """Autograd function of `attention_runs`, for devices with a kernel that returns the log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -258,12 +258,13 @@ def attention_runs(
     query: Tensor, key: Tensor, value: Tensor, runs: Sequence[int],
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attend queries to the keys of a sequence, skipping keys that none of the queries attends.
+    """Compute attention by runs of queries, skipping keys that none of a run's queries attends.
 
     Args:
         query, key, value: as in `scaled_dot_product_attention`, of shapes [b, h, q, d], [b, g, s, d], [b, g, s, e]. `q`
             can be less than `s`.
-        runs: the fields of all `QueryRun`s in one flat list. Together the runs have `q` queries.
+        runs: the fields of all runs (`QueryRun`: consecutive queries and their key ranges), in one flat list. Together
+            the runs have `q` queries.
     Returns:
         The output, of shape [b, h, q, e].
 

@@ -42,11 +42,11 @@ class DispatchPlan:
         return DispatchPlan(order, sends, receives, times)
 
     def rows_of(self, tokens: Tensor) -> Tensor:
-        """Return the rows of the tokens, in sending order: each token is repeated for each of its experts."""
+        """Return one row per token and expert of the token, in the order of sending."""
         return tokens[self.order // self.times]
 
     def tokens_of(self, rows: Tensor) -> Tensor:
-        """Return one value per token from `rows` in sending order: the sum of the token's rows."""
+        """Return one value per token: the sum of the token's rows. `rows` are in the order of sending."""
         in_place = torch.empty_like(rows).index_copy_(0, self.order, rows)
         return in_place.unflatten(0, (rows.size(0) // self.times, self.times)).sum(1)
 
@@ -58,7 +58,7 @@ def count_rows(expert: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 
 
 def _ranks_of(expert: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """Return the rank of each row's expert.
+    """Return the rank that stores each row's expert.
 
     A row without an expert is sent to some rank, which returns zeros for it.
     """

@@ -46,10 +46,10 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
 
 @torch.library.custom_op("autopart::expert_outer", mutates_args=())
 def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) -> Tensor:
-    """Return, for each local expert, the sum of the outer products of `x[i]` and `y[i]` over its rows i.
+    """Compute the weight gradient of `expert_linear`: per local expert, a sum of outer products.
 
-    The rows i of an expert are those with `expert[i]` equal to its index. The result is the weight gradient of
-    `expert_linear`, which explains the arguments. Its shape is [local experts, inputs, outputs].
+    The sum is over the rows i with `expert[i]` equal to the expert's index; each product is that of `x[i]` and `y[i]`.
+    `expert_linear` explains the arguments. The result has the shape [local experts, inputs, outputs].
     """
     rows, counts, _ = _by_expert(expert, first, num_experts)
     if _has_kernel(x, y):
@@ -75,9 +75,9 @@ def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Te
 
 
 def _sizes(counts: Tensor, rows: Tensor) -> list[int]:
-    """Return the number of rows of each local expert, and last of all other experts together.
+    """Return the number of rows of each local expert, and as last entry that of all other experts.
 
-    Waits for the GPU.
+    Waits for the GPU, because the numbers are copied to the CPU.
     """
     sizes: list[int] = counts.tolist()
     return [*sizes, rows.numel() - sum(sizes)]

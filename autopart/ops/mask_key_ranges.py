@@ -56,7 +56,7 @@ class KeyRanges(NamedTuple):
         return KeyRanges(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
 
     def equal_for_samples(self) -> tuple[Tensor, Tensor] | None:
-        """Return `first` and `end` of one sample, each of shape [queries].
+        """Return `first` and `end` of one sample, each of shape [queries], if all samples are equal.
 
         None if samples differ or some query attends no key.
         """
@@ -66,7 +66,7 @@ class KeyRanges(NamedTuple):
         return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[QueryRun]:
-        """Split the queries into `QueryRun`s: groups of consecutive queries.
+        """Split the queries into `QueryRun`s: groups of consecutive queries with simple key ranges.
 
         Returns [] if samples differ or some query attends no key.
         """
@@ -82,9 +82,9 @@ class KeyRanges(NamedTuple):
         return runs
 
     def band(self) -> MaskWindow | None:
-        """Return the sliding window that has these key ranges.
+        """Return the sliding window by which these key ranges are defined.
 
-        None if no window has them, if samples differ, or if some query attends no key.
+        None if they are not those of a sliding window, if samples differ, or if some query attends no key.
         """
         bounds = self.equal_for_samples()
         if bounds is None:
@@ -102,8 +102,8 @@ class KeyRanges(NamedTuple):
 def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
     """Return True if `query` belongs to the `QueryRun` that begins with query `start`.
 
-    In a run, `first` stays constant for some queries, then increases by one per query. `end` increases by one per
-    query, then stays constant.
+    All queries between them belong to it. In a run, `first` stays constant for some queries, then increases by one per
+    query. `end` increases by one per query, then stays constant.
     """
     begins, ends = first[query] - first[query - 1], end[query] - end[query - 1]
     has_risen, has_stayed = first[query - 1] > first[start], query - start > 1 and end[query - 1] == end[query - 2]
@@ -111,7 +111,7 @@ def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: 
 
 
 def _run(first: Sequence[int], end: Sequence[int]) -> QueryRun:
-    """Return the run of consecutive queries that attend the keys from `first[i]` to before `end[i]`."""
+    """Return the `QueryRun` of consecutive queries that attend the keys `first[i]` to `end[i]` - 1."""
     rises = sum(begin == first[0] for begin in first)
     begins = first[0] + 1 - rises if rises < len(first) else first[0] - len(first)
     return QueryRun(len(first), first[0], end[-1], begins, end[0] if end[0] < end[-1] else end[-1])
@@ -120,7 +120,8 @@ def _run(first: Sequence[int], end: Sequence[int]) -> QueryRun:
 def mask_structure_of(intervals: KeyRanges, queries: int, keys: int) -> MaskStructure | None:
     """Return the structure of a mask that a kernel can use: a sliding window, or runs of queries.
 
-    Runs are returned only if they skip enough keys to be faster. None if the mask has no such structure.
+    Runs (groups of consecutive queries) are returned only if they skip enough keys to be faster. None if the mask has
+    no such structure.
     """
     band = intervals.band()
     if band is not None and queries == keys:
@@ -160,12 +161,12 @@ class KeyRangeEvaluator:
         self, values: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
         rank: Mapping[str, tuple[int, int]] | None = None,
     ):  # fmt: skip
-        """Start from the known values of some nodes.
+        """Start from the values that are known for some nodes.
 
         Args:
             values: {node: its value}.
             device: device of new tensors.
-            rank: {axis: (index of the rank, number of ranks)}, if the graph is that of one rank.
+            rank: for a graph that runs on one rank, {mesh axis: (index of the rank, number of ranks)}.
         """
         self.known: dict[fx.Node, Any] = dict(values)
         self.device, self.rank = torch.device(device), rank or {}
@@ -223,7 +224,8 @@ class KeyRangeEvaluator:
     ) -> Any:
         """Return this rank's shard of a tensor or of key ranges.
 
-        Key ranges can be sharded along queries. Along samples they can be sharded only if all samples are equal.
+        Key ranges can be sharded along queries, and along samples if all samples are equal. Returns None for any other
+        sharding of key ranges.
         """
         index, ranks = self.rank[axis]
         if isinstance(whole, Tensor):

@@ -59,7 +59,7 @@ def _distinct(mask: Tensor) -> Tensor:
 
 
 def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two boolean tensors: the attended pairs, and True if all other pairs are masked out.
+    """Return two boolean tensors: the attended pairs of query and key, and True if all others are masked.
 
     The second tensor is a scalar. It is False if the mask adds a finite bias to a score.
     """
@@ -70,16 +70,17 @@ def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blocks_fit(band: MaskWindow, length: int) -> bool:
-    """Return True if `window_attention`, which computes blocks, needs much less work than full attention.
+    """Return True if `window_attention` needs much less work than full attention.
 
-    `length`: number of queries and keys.
+    `window_attention` computes each block of queries with the adjacent blocks of keys. `length`: number of queries and
+    keys.
     """
     block, left, right = _blocks(band)
     return 3 * (left + block + right) <= 2 * length
 
 
 def _blocks(band: MaskWindow) -> tuple[int, int, int]:
-    """Return the sizes of a block: its queries, its keys before them, and its keys after them."""
+    """Return a block's number of queries, and how many keys before and after its own it reads."""
     block = max(*band, _SMALLEST_BLOCK)
     return block, block * (band.before > 0), block * (band.after > 0)
 
@@ -129,7 +130,7 @@ def window_attention(
 def runs_of(numbers: Sequence[int]) -> list[QueryRun]:
     """Convert a flat list of numbers to `QueryRun`s.
 
-    The list has all fields of the first run, then of the next.
+    The list contains all fields of the first run, then those of the next run, and so on.
     """
     return [QueryRun(*fields) for fields in zip(*[iter(numbers)] * len(QueryRun._fields), strict=True)]
 

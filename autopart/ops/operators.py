@@ -96,7 +96,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
         p: probability to drop an element.
         seed: one number, the microbatch's seed; or two numbers from `with_salt`.
         salt: number of the operator in the model. None: it is in `seed`.
-        shard: coordinates of the local shard.
+        shard: coordinates that identify the local shard.
     """
     if type(x) is Tensor:
         return _seeded_dropout(x, p, seed, salt, shard)[0]
@@ -111,7 +111,7 @@ def with_salt(seed: Tensor, salt: int) -> Tensor:
 
 
 def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """Draw the mask of `dropout` for a value of the shape of `x`; true for elements to keep.
+    """Draw the mask of `dropout` for a value with the shape of `x`; true for elements to keep.
 
     `torch.compile` treats this operator as opaque.
     """
@@ -130,10 +130,10 @@ def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: 
 
 
 def drop(x: Tensor, noise: Tensor, p: float) -> Tensor:
-    """Apply dropout with given noise, which is 0 or 1 / (1 - p) for each element of `x`.
+    """Apply dropout with the given `noise`, which is 0 or 1 / (1 - p) for each element of `x`.
 
-    In a 16-bit dtype the factor 1 / (1 - p) is rounded. Torch rounds it on a CPU, but multiplies in float32 on a GPU.
-    So on a GPU this function computes the factor again in float32.
+    In a 16-bit dtype the factor 1 / (1 - p) in `noise` is rounded. Torch's dropout uses this rounded factor on a CPU,
+    and a float32 factor on a GPU. So on a GPU this function computes the factor again in float32.
     """
     if not _multiplies_in_float(x) or p >= 1:
         return x * noise
@@ -253,9 +253,9 @@ _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward 
 
 
 def stored_source(node: fx.Node) -> fx.Node | None:
-    """Return the parameter node that a gather or cast reads, None if its input is not a parameter.
+    """Return the parameter that a gather or cast reads; None if the call reads no parameter.
 
-    Conversions that only affect the gradient can be between the parameter and the gather or cast.
+    The call may read the parameter through conversions that only affect the gradient.
     """
     source = node.args[0]
     while isinstance(source, fx.Node) and autopart_operator(source) in _OF_GRADIENTS:

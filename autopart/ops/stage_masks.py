@@ -45,7 +45,7 @@ _ATTENTION = ("aten::scaled_dot_product_attention", "autopart::attention_dropout
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
     """Return {mask: the calls that read it} for masks that depend only on the stage's inputs and buffers.
 
-    Masks of cached keys are left out, because their structure differs for each new token.
+    Returns {} if the stage writes to a key/value cache, because mask structures then differ for each new token.
     """
     if has_caches(stage.graph.graph.nodes):
         return {}
@@ -57,7 +57,7 @@ def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _depends_on_inputs_only(mask: fx.Node, stage: Stage) -> bool:
-    """Return True if every rank computes the value locally from inputs and buffers, without a gradient."""
+    """Return True if a mask depends only on inputs and buffers, and needs no gradient and no collective."""
     if facts(mask).get("needs_grad"):
         return False
     inputs = {stage_input.name for stage_input in stage.inputs}
@@ -74,7 +74,7 @@ def _is_slice(node: fx.Node) -> bool:
 
 
 def differ_by_rank(stage: Stage) -> set[str]:
-    """Return the names of masks that are sharded, so that their values differ between ranks."""
+    """Return the names of masks that are sharded, so that each rank has a different part of the mask."""
     return {mask.name for mask in masks_of(stage) if any(map(_is_slice, ancestors_of([mask])))}
 
 
@@ -104,7 +104,7 @@ def is_ring(node: fx.Node) -> bool:
 
 
 def _is_any_attention(node: fx.Node) -> bool:
-    """Return True for any attention operator that is rewritten for the mask structure or the device."""
+    """Return True for attention operators that are rewritten for a mask structure or for the device."""
     return is_attention(node) or is_ring(node) or node.target is autopart_ops.attention_runs.default
 
 
@@ -137,9 +137,9 @@ def scores_of(call: fx.Node, sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, 
 
 
 def at_any_length(structure: MaskStructure, queries: int, keys: int) -> MaskStructure | None:
-    """Replace numbers of keys that grow with the sequence length by `ALL`.
+    """Replace numbers of keys in a mask structure by `ALL` if they grow with the sequence length.
 
-    Masks of the same kind then have equal structures at every length.
+    Masks of one kind, such as causal masks, then have equal structures at every length.
 
     Returns None if no kernel supports the structure.
 
@@ -158,7 +158,7 @@ def at_any_length(structure: MaskStructure, queries: int, keys: int) -> MaskStru
 
 
 def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
-    """Extract the subgraph of a stage that computes these masks from the stage's keyword inputs."""
+    """Extract the subgraph of a stage that computes these masks. Its inputs are inputs of the stage."""
     return extract_subgraph(stage.graph, masks)
 
 
@@ -197,8 +197,8 @@ def with_mask_structure(
         stage: the stage.
         bands: {name of a mask: its structure}.
         device: device on which the stage runs. None: unknown.
-        sizes: values of the graph's size inputs. If structures are those of `at_any_length`, the result serves all
-            sizes with the same structures.
+        sizes: values of the graph's size inputs. If the structures come from `at_any_length`, the returned stage also
+            serves other sizes at which the masks have these structures.
     """
     if not bands and not any(map(_is_any_attention, stage.graph.graph.nodes)):
         return stage
@@ -209,9 +209,9 @@ def with_mask_structure(
 
 
 def as_traced(program: Program) -> Program:
-    """Rewrite a program in place for the mask structure of the traced call.
+    """Rewrite a program's graphs for the mask structures in the traced call, and return the program.
 
-    `passes/facts/mask_facts.py` has found that structure.
+    `passes/facts/mask_facts.py` has found these structures.
     """
     stages = []
     for stage in program.stages:
@@ -221,7 +221,10 @@ def as_traced(program: Program) -> Program:
 
 
 def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Node]) -> MaskStructure | None:
-    """Return the structure of a mask of the trace, on the rank whose queries attend the most keys."""
+    """Return the structure of a mask in the traced call.
+
+    If the queries are sharded, return the structure on the rank whose queries attend the most keys.
+    """
     band, layout = facts(mask).get("band"), facts(mask).get("layout", {})
     sharding = [
         (axis, placement)
@@ -272,8 +275,8 @@ def _apply_structure(
 def _rewrite_call(call: fx.Node, band: MaskStructure, queries: int, keys: int) -> None:
     """Rewrite one attention call to use the mask structure instead of its mask.
 
-    The call keeps its mask if computing only the blocks inside the band is not cheaper than the full attention, or if
-    no kernel supports the structure.
+    The call keeps its mask if no kernel supports the structure, or if a sliding window (`band`) is so wide that
+    skipping masked blocks saves little.
     """
     if is_ring(call):
         runs = key_ranges_of_window(band, queries, keys).runs() if isinstance(band, MaskWindow) else band
@@ -309,7 +312,7 @@ def _rewrite_call(call: fx.Node, band: MaskStructure, queries: int, keys: int) -
 
 
 def _without_mask(call: fx.Node, is_causal: bool) -> None:
-    """Remove the mask argument of an attention call, and set `is_causal` instead."""
+    """Remove the mask argument of an attention call, and set the argument `is_causal`."""
     options = {name: argument(call, name) for name in ("scale", "enable_gqa")} | {"is_causal": is_causal}
     if call.target is autopart_ops.attention_dropout.default:
         call.args, call.kwargs = (*call.args[:3], None, *call.args[4:]), options
@@ -318,7 +321,7 @@ def _without_mask(call: fx.Node, is_causal: bool) -> None:
 
 
 def _count_attended(call: fx.Node, runs: Iterable[QueryRun]) -> None:
-    """Record the FLOPs of attention's two matrix products, counting attended keys only."""
+    """Record the FLOPs of a call's two matrix products, counting only pairs of query and attended key."""
     (rows, heads, _, width), value_width = shape(call.args[0]), shape(call)[-1]
     facts(call)["counted_flops"] = 2 * rows * heads * (width + value_width) * sum(run.seen for run in runs)
     facts(call)["cost"] = cost_notes(call)._replace(counts_attended=True)
@@ -376,7 +379,7 @@ def _calls(node: fx.Node, name: str) -> bool:
 
 
 def _unrepeated_heads(narrow: fx.Node, dim: int, call: fx.Node) -> fx.Node:
-    """Recover the unrepeated K/V heads [b, g, s, d] from the input of `expand`."""
+    """Recover the unrepeated K/V heads [b, g, s, d] from the input of `expand`, for `call` to read."""
     if _calls(narrow, "unsqueeze") and narrow.args[1] % 5 == dim + 1:
         heads = narrow.args[0]
     else:
@@ -385,7 +388,7 @@ def _unrepeated_heads(narrow: fx.Node, dim: int, call: fx.Node) -> fx.Node:
 
 
 def _view(call: fx.Node, target: Callable[..., Any], node: fx.Node, *arguments: Any) -> fx.Node:
-    """Insert a view of a value before the call that reads it."""
+    """Insert a view of a value before `call`, which will read the view."""
     with call.graph.inserting_before(call):
         view = call.graph.call_function(target, (node, *arguments))
     view.meta = {name: fact for name, fact in call.meta.items() if name in _COPIED_FACTS}
@@ -402,9 +405,9 @@ def _erase(node: fx.Node) -> None:
 
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:
-    """Return a copy of a stage's prologue that has only the outputs whose entry in `is_read` is True.
+    """Return a copy of a stage's prologue without the stage inputs whose entry in `is_read` is False.
 
-    The prologue is the graph that computes the inputs of a stage from the inputs of the model.
+    The prologue is the graph that computes the inputs of a stage, its first outputs, from the inputs of the model.
     """
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(prologue.graph, {})
