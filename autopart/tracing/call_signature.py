@@ -127,6 +127,7 @@ class ExportEntry(nn.Module):
             output = without_caches(returned, call)
             self.semantics.drops_caches = output is not returned
             self.semantics.check_unspent(tensors_in(output))
+            self.semantics.arrays.check_unchanged()
             self.semantics.check_unfrozen()
         register_dataclasses(output)
         return output

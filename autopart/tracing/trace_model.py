@@ -324,6 +324,7 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
     entry.semantics.toggled.clear()
     entry.semantics.spent.clear()
     entry.semantics.slices.clear()
+    entry.semantics.arrays.clear()
     entry.semantics.decisions.arrays.clear()
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()

@@ -47,6 +47,7 @@ from autopart.tracing.dynamic.found_functions import FoundFunctions
 from autopart.tracing.dynamic.host_functions import array_of
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
+from autopart.tracing.dynamic.numpy_memory import NumpyMemory
 from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.pointer_slices import PointerSlices, with_positions
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
@@ -124,6 +125,7 @@ class EagerSemantics(TorchFunctionMode):
         self.numbers_drawn = False  # True if forward converts a random tensor to a number
         self.numbers_stay = False  # True if forward gets the tensor instead
         self.slices = PointerSlices()
+        self.arrays = NumpyMemory()
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: its tensor}
         self.toggled = WeakIdKeyDictionary()  # {parameter that the forward froze or unfroze: `requires_grad` before}
         self.both = False  # True if both branches of a torch.cond are in the trace
@@ -141,6 +143,7 @@ class EagerSemantics(TorchFunctionMode):
         if (positions := with_positions(index)) is not index:
             args = args[0], positions, *args[2:]
         tensors = list(tensors_in((args, kwargs)))
+        args, kwargs = self.arrays.arguments(func, args, kwargs, tensors)
         self.check_unspent(tensors)
         check_criterion(func, tensors)
         answer = self.sizes.with_constants(self.known.answer((func, args, kwargs), tensors))

@@ -36,7 +36,7 @@ _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 
 Tracing replaces these parameters, which is not an effect of the forward.
 """
-_CONTAINERS = (list, dict, set, OrderedDict)
+_CONTAINERS = (list, dict, set, OrderedDict, np.ndarray)
 """Types of attributes that a forward may change in place. Hooks of a module are in an OrderedDict."""
 _CASTS = "aten::to", "aten::_to_copy", "aten::type_as"
 _LIKE = {f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty")} | {
@@ -129,7 +129,7 @@ class PythonState:
         for key, (value, content) in before.items():
             now = _bound_to(module, attributes.get(key))
             if now is value and content is not None and not _same(now, content):
-                self.changed[f"{name}.{key}".lstrip(".")] = (content, plain_sizes(type(now)(now)))
+                self.changed[f"{name}.{key}".lstrip(".")] = (content, plain_sizes(_copy(now)))
                 _refill(now, content)
             elif now is not value:
                 if not _same(now, value):
@@ -188,15 +188,22 @@ def random_state() -> dict[str, Any]:
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return {name: (value, copy)} of all attributes of an object.
 
-    `copy` is a shallow copy of a list, dict or set, and None for other values.
+    `copy` is a shallow copy of a list, dict, set or numpy array, and None for other values.
     """
     return {
-        name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
+        name: (value, _copy(value) if type(value) in _CONTAINERS else None)
         for name, value in attributes.items() if name not in _TORCH_OWN
     }  # fmt: skip
 
 
+def _copy(container: Any) -> Any:
+    return container.copy() if isinstance(container, np.ndarray) else type(container)(container)
+
+
 def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, np.ndarray):
+        container[...] = content
+        return
     container.clear()
     (container.extend if isinstance(container, list) else container.update)(content)
 
@@ -210,7 +217,7 @@ def _same(one: Any, other: Any) -> bool:
             return all(a is b for a, b in pairs)
         return False
     try:
-        return bool(one == other)
+        return one.tobytes() == other.tobytes() if isinstance(one, np.ndarray) else bool(one == other)
     except (TypeError, ValueError, RuntimeError):
         return False
 
