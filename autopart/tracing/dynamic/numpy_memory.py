@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autopart.compat.torch_internals import has_values, outside_of_tracing
 from autopart.errors import Refusal
+from autopart.tracing.python.concrete_constants import memory_of
 from autopart.tracing.trace_errors import LostInTrace
 
 _COPYING = (torch.tensor, Tensor.new_tensor)
@@ -44,7 +45,8 @@ class NumpyMemory:
                 if isinstance(value, np.ndarray):
                     self._see(value)
         for tensor in tensors:
-            if type(tensor) is Tensor and has_values(tensor) and not tensor.untyped_storage().resizable():
+            is_real = type(tensor) is Tensor and has_values(tensor) and memory_of(tensor) is not None
+            if is_real and not tensor.untyped_storage().resizable():
                 with outside_of_tracing():
                     self._see(tensor.detach().numpy())
         return args, kwargs
