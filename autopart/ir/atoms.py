@@ -44,7 +44,7 @@ def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
 
 
 def selections_in(atoms: Atoms) -> set[str]:
-    """Return the data-dependent kinds of atoms, one for each mask of a boolean indexing.
+    """Return the kinds of the atoms that come from boolean indexing, `x[mask]`: one kind for each mask.
 
     An atom is a factor of a dim's size that can be sharded by itself.
     """

@@ -23,7 +23,8 @@ from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 class Strategy:
     """Placements of the tensor inputs and outputs of one operator on one mesh axis.
 
-    `factor`: the letter of the operator's sharding rule that is sharded; empty if the strategy shards no factor.
+    `factor`: the sharded factor, a letter of the operator's sharding rule such as `k` in `b k, n k -> b n`. It is empty
+    if the strategy shards no factor.
     """
 
     inputs: tuple[Placement, ...]
@@ -66,8 +67,8 @@ class Decisions:
 
     Attributes:
         strategies: {axis: {operator: its strategy}}. It has the axes of the mesh that shard something, and
-            `MICROBATCH_AXIS` if there are several microbatches. All data-parallel axes map to one shared dict. If they
-            are missing although the mesh has them, every data-parallel rank computes all samples.
+            `MICROBATCH_AXIS` if there are several microbatches. All data-parallel axes map to one shared dict. If the
+            data-parallel axes are missing although the mesh has them, every data-parallel rank computes all samples.
         stored: {parameter: its stored layout}. A parameter without an entry is replicated.
         stage_of: {operator: index of its pipeline stage}.
         zero: ZeRO stage, 0 to 3.
@@ -77,7 +78,7 @@ class Decisions:
         dp_sync: method that synchronizes gradients or models over data-parallel ranks.
         balance: planned load of the busiest expert-parallel rank, as a multiple of the mean load. It determines buffer
             sizes.
-        tail: operators that run once per step, for all microbatches of the last stage (`Program.tail`).
+        tail: operators that run once per step, after the last stage, on all microbatches together (`Program.tail`).
     """
 
     mesh: Mesh
@@ -147,7 +148,7 @@ def data_strategies(
     Args:
         rows: {operator: its strategy on the data-parallel axes}.
         copied: True if every data-parallel rank computes all samples. The data-parallel axes then get no entry.
-        tail: operators that run once for all microbatches.
+        tail: operators that run once per step on all microbatches together. They are replicated on `MICROBATCH_AXIS`.
     """
     axes = dict.fromkeys(() if copied else mesh.along("rows"), rows)
     if microbatches == 1:

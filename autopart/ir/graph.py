@@ -32,7 +32,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def name_of_target(target: Any) -> str:
-    """Return the `operator_name` of a node, given the function that the node calls."""
+    """Return the `operator_name` of nodes that call the function `target`."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else getattr(target, "__name__", str(target))
 
@@ -223,8 +223,9 @@ def dropout_probability(node: fx.Node) -> float | None:
 def active_operators(graph: fx.Graph) -> list[fx.Node]:
     """Return the operators that are assigned to pipeline stages, in graph order.
 
-    Their role is `ACTIVE` (`passes/facts/analyze.py`). Operators that depend only on inputs run in the prologue
-    instead, and operators that depend only on parameters run in every stage that needs them.
+    Their role is `ACTIVE` (`passes/facts/analyze.py`). Operators that depend only on inputs run instead in the
+    prologue, a graph that runs once per call on the full batch, and operators that depend only on parameters run in
+    every stage that needs them.
     """
     return [node for node in operators(graph) if facts(node)["role"] == ACTIVE]
 
@@ -257,8 +258,8 @@ def assign_keys(graph: fx.Graph) -> None:
     change if code outside of the module changes. The group `model.layers.*.mlp/mul#1` is common to all repeated blocks.
 
     If a pass replaced an operator of the model, the key has the name of the original operator (fact `named`). Every
-    cast to another dtype is named `cast`. The casts of a model depend on its dtype, and with a separate name they do
-    not change the numbers of other operators.
+    cast to another dtype is named `cast`, so that added or removed casts do not change the numbers (`#1`) of other
+    operators.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):

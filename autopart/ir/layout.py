@@ -11,10 +11,10 @@ A `Placement` is one of these pairs (value, gradient), in the words of `torch.di
 | `E(0)`        | tokens on the rank of their expert       | tokens on that rank         |
 | `E(0; sent)`  | dispatched tokens on that rank           | tokens on that rank         |
 
-Only the operators between `to_experts` and `from_experts` of a mixture of experts use `E(0)` and `E(0; sent)`. Both
-convert to no other placement, because the number of tokens per rank is known only at run time. For `E(0)` every rank
-selects the tokens of its experts from the tokens of all ranks. For `E(0; sent)` an all-to-all dispatches tokens to the
-ranks of their experts, and a second one returns the results to the ranks of the tokens.
+Only the operators between `to_experts` and `from_experts` of a mixture of experts use `E(0)` and `E(0; sent)`. Neither
+can be converted to another placement, because the number of tokens per rank is known only at run time. For `E(0)` every
+rank selects the tokens of its experts from the tokens of all ranks. For `E(0; sent)` an all-to-all dispatches tokens to
+the ranks of their experts, and a second one returns the results to the ranks of the tokens.
 
 A sequence dim can be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks. Rank i gets the
 i-th chunk from the front and the i-th from the back. So causal attention costs the same on every rank (context
@@ -353,10 +353,11 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return the placement on an axis as it looks after other axes have split the dim into their shards.
+    """Return the placement on an axis, relative to a shard that other axes have cut from the dim.
 
-    Example: `tp` shards a dim with 6 sections, and `dp` shards the dim over 2 ranks without sections. The axis with
-    fewer sections splits first. So a `dp` rank has 3 of the 6 sections, and the result for `tp` is `sections=3`.
+    Example: `tp` shards a dim that concatenates 6 sections, and `dp` shards the same dim over 2 ranks without sections.
+    The axis with fewer sections splits the dim first: `dp`. A `dp` rank then has 3 of the 6 sections, so the result for
+    `tp` is `sections=3`.
 
     Args:
         others: (placement, number of ranks) of each other axis.

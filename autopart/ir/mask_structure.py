@@ -1,7 +1,7 @@
 """Structure of attention masks that kernels can use without reading the mask.
 
-It is a sliding window, or a list of runs. A run is a group of consecutive queries. From one query of a run to the next,
-each end of the attended key range stays or moves by one key.
+The structure is a sliding window, or a list of runs. A run is a group of consecutive queries, each of which attends one
+range of keys. From one query of a run to the next, each end of this range stays or moves by one key.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class QueryRun(NamedTuple):
 
     @property
     def hides(self) -> tuple[bool, bool]:
-        """Two booleans: does any query mask the first key of the run, and does any query mask its last key?"""
+        """Two booleans: True if a query of the run masks key `low`, and True if one masks key `high - 1`."""
         return self.first + self.queries - 1 > self.low, self.end < self.high
 
     @property

@@ -74,12 +74,12 @@ class StageGraph(LazyGraphModule):
 
 @dataclass(frozen=True)
 class StageInput:
-    """One keyword argument of a stage graph. The stage's prologue computes it from the model's inputs.
+    """One keyword argument of a stage graph. `Stage.prologue` computes it from the model's inputs.
 
     Args:
         batch_dim: the dim that contains the batch. It is split over `dp` into contiguous blocks of samples, and each
             block over microbatches. None: every rank and microbatch gets the full value.
-        sections: sections of that dim; each section is split separately.
+        sections: sizes of the concatenated sections of that dim. Each section is split separately.
     """
 
     name: str
@@ -117,9 +117,10 @@ class Boundary:
 class BufferUpdate:
     """New value of a buffer after a forward. All ranks of the stage that computes it have the full value.
 
-    If `from_inputs` is True, the stage's prologue computes the value and returns it after the stage inputs. Otherwise
-    the stage graph computes it and returns it after the values that it sends. `layout` on `MICROBATCH_AXIS` then
-    defines how the values of the microbatches are combined.
+    If `from_inputs` is True, the prologue (`Stage.prologue`) computes the value. The outputs of the prologue are the
+    stage inputs, then these values. Otherwise the stage graph computes the value. The outputs of the graph are the
+    values that the stage sends, then these values. In this case, `layout` on `MICROBATCH_AXIS` defines how the values
+    of the microbatches are combined.
     """
 
     name: str
@@ -156,12 +157,12 @@ class Stage:
 
     @property
     def graph_updates(self) -> tuple[BufferUpdate, ...]:
-        """Buffer updates that the graph computes."""
+        """Buffer updates that the stage graph computes."""
         return tuple(update for update in self.updates if not update.from_inputs)
 
     @property
     def prologue_updates(self) -> tuple[BufferUpdate, ...]:
-        """Buffer updates that the prologue computes."""
+        """Buffer updates that the prologue computes, once per call on the full batch."""
         return tuple(update for update in self.updates if update.from_inputs)
 
 
@@ -191,7 +192,7 @@ class StoredTensor:
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
     def unsharded_to_sync(self, mesh: Mesh) -> StoredTensor | None:
-        """Return this parameter without ZeRO sharding, if its `dp_sync` method needs the full gradient.
+        """Return a copy without ZeRO sharding if the `dp_sync` method of the parameter needs full gradients.
 
         Returns None otherwise: the parameter has no method, or its method accepts the gradient shard.
         """
@@ -228,7 +229,7 @@ class Output:
     is_number: bool = False
 
     def of(self, values: Sequence[Any]) -> Any:
-        """Return the output, given the full tensor outputs of the last stage's graph."""
+        """Return the value of this output, given the full tensor outputs of the last stage's graph."""
         if self.position is None:
             return self.constant
         return values[self.position].item() if self.is_number else values[self.position]

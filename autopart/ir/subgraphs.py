@@ -47,7 +47,7 @@ def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.Gr
 
 
 def erase_unused(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Erase nodes without users, among `nodes` only. This includes nodes that lose their last user."""
+    """Erase those of `nodes` that have no users, or lose their last user when other nodes are erased."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:
             graph.erase_node(node)

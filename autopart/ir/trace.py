@@ -58,7 +58,7 @@ class Trace:
             None for a function without modules.
         autocast: dtype of the `torch.autocast` region around the call, "" without one.
         written: names of frozen parameters that the forward writes. The trace treats them as buffers.
-        weight_updates: changes that the forward makes to trained parameters before the graph runs.
+        weight_updates: changes, such as `max_norm`, that the forward makes to trained parameters before the graph runs.
         precision: mixed precision of the graph, which casts parameters where it uses them. `parameters` are not cast.
         has_random_branches: True if random numbers or values decide which branches run.
         value_guards: values of inputs that Python read. The trace serves calls with equal values.
@@ -96,7 +96,7 @@ class Trace:
     def attributes_after(
         self, tensors: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Any]:
-        """Return {attribute: value} of the attributes that a call with these tensors changes."""
+        """Return {module attribute that the forward changes: its value after a call with these tensors}."""
         if not self.attribute_updates:
             return {}
         recorded = {name: value for name, value in self.attribute_updates.items() if isinstance(value, ValueCall)}
@@ -114,7 +114,7 @@ class Trace:
         return {name: original(self.folds, name) for name in self.all_parameters}
 
     def expand_to_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
-        """Expand {parameter in the graph: value} to {parameter of the model: value of its representative}."""
+        """Expand {parameter in the graph: value} to all model parameters that the graph parameters represent."""
         if not self.folds:
             return known
         return {name: known[stands] for name, stands in self.originals.items() if stands in known}

@@ -1,4 +1,4 @@
-"""Errors for figures of a plan file that do not fit together, such as a stage that `timing` lacks."""
+"""Errors for plan files with inconsistent figures, for example if `timing` lacks a stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading_figures(plan: Plan) -> Iterator[None]:
-    """Context manager that raises PlanError if figures of a plan file do not fit together."""
+    """Raise PlanError in place of errors in a `with` block that uses inconsistent figures of a plan file."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

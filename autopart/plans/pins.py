@@ -39,7 +39,7 @@ FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {
 class LayoutPin:
     """Pin of a placement on one axis, for all parameters or operators whose names match a pattern.
 
-    `of_operator`: True if the pattern is for operators.
+    `of_operator`: True if the pattern is for names of operators, False for names of parameters.
     """
 
     name: str

@@ -55,7 +55,7 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return three regular expressions that match axis names: of any use, of parameters, of operators."""
+    """Return regular expressions for axis names: all axes, those of parameter and of operator layouts."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
@@ -238,7 +238,7 @@ class Plan(ShownAsText):
     def why(self, name: str) -> Why:
         """Explain a setting of the plan, or the layout of a parameter, module, operator or collective.
 
-        The answer has the price of the alternatives. Settings are answered for plans from files, too.
+        The answer has the price of the alternatives. Settings are explained also if the plan was read from a file.
 
         Args:
             name: `mesh`, `schedule`, `microbatches` or `zero`; a name of the model or of `explain`

@@ -1,4 +1,4 @@
-"""Answers of `Plan.why`."""
+"""Explanations that `Plan.why` returns: the reasons for a choice, and the costs of its alternatives."""
 
 from __future__ import annotations
 

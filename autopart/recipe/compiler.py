@@ -63,9 +63,10 @@ class _Traced:
         first_guards: guards of the first trace with the same shapes, dtypes and options.
         changed_values: the differences between `first_guards` and `guards`, as text. Ranks compare this text.
         row_inputs: with `local_batch=True`, names of the inputs that have only this rank's samples; else None.
-        programs: {purpose: program} of the programs written so far.
-        derived_from: None for a traced call. For a derived call: (traced calls with other sizes, sizes of this call).
-            The other attributes of a derived call are copied from one of these traced calls.
+        programs: {purpose, such as "forward": program} of the programs written so far.
+        derived_from: None if the call was traced. The programs of a derived call are computed from those of traced
+            calls with other sizes: (these traced calls, sizes of the derived call). Its other attributes are copied
+            from one of the traced calls.
     """
 
     trace: Trace
@@ -327,7 +328,7 @@ class Compiler:
         )
 
     def _derived(self, family: CallFamily[_Traced], sizes: Sizes, purpose: str) -> _Traced | None:
-        """Return a call with these sizes, derived from traced calls; None if that is impossible."""
+        """Derive a call with these sizes from traced calls of other sizes; return None if that is impossible."""
         try:
             program, traced = family.derived(sizes, purpose)
         except NotDerivable:
@@ -381,7 +382,11 @@ class Compiler:
         return derived
 
     def _fits(self, call: Call, purpose: str) -> Callable[[_Traced], bool]:
-        """Return a function that returns True if a trace can be used for a call, because all its guards hold."""
+        """Return a function that returns True if a trace can be used for a call.
+
+        The Python values and input values on which the trace depends must be equal in the call. A derived trace must
+        also give a program for `purpose`.
+        """
         computed: dict[str, Any] = {}
 
         def fits(traced: _Traced) -> bool:

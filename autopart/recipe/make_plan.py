@@ -102,7 +102,7 @@ def prepare(
         fold: True to deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a
             graph is not run.
         buffers: {name: current value} of buffers that differ from the model's.
-        read: as in `trace`.
+        read: code positions that get real values of inputs in place of symbols, as in `tracing.trace_model.trace`.
     """
     check_folder()
     with compute_dtype_context(model, precision, written):
@@ -178,7 +178,7 @@ def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
 
 
 def _annotate_like(known: Trace, other: Trace) -> Trace:
-    """Annotate the trace `other` by running the passes that annotated `known`.
+    """Run on the trace `other` the passes that annotated `known`, and return the annotated trace.
 
     Both are traces of one call.
     """
@@ -322,8 +322,8 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     """Choose placements and stages of a plan, and write its program.
 
     Args:
-        known: an earlier draft for a mesh with as many `tp` ranks. Its placements are reused, and only the pipeline
-            stages are chosen again.
+        known: an earlier draft for a mesh with an equal number of `tp` ranks. Its placements are reused, and only the
+            pipeline stages are chosen again.
     """
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
@@ -355,7 +355,7 @@ def _check_options(problem: Problem, options: Options) -> None:
 
 
 def _with_program(problem: Problem, decisions: Decisions, solved: Mapping[str, Solved], options: Options) -> Draft:
-    """Write the program of the decisions, with scatter-gather sends between stages if these are cheaper."""
+    """Write the program of the decisions. Stages send shards, not replicated values, if that is cheaper."""
     traced, outputs = problem.trace, plan_outputs(problem.trace)
     rng: Rng = "fast" if options.memory is None else options.rng  # a memory limit applies to the program that will run
     decisions = replace(decisions, scatter_sends=False)

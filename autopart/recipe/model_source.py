@@ -163,9 +163,9 @@ def _creation_context(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
 def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     """Return a transformers model built from its `config.json`, with random tokens as its example call.
 
-    Weights are random, or have no values on `meta`. The class is the first of the config's `architectures`, else the
-    language model class for the config's `model_type`. Raises InputError if the file, its `model_type` or its class is
-    unknown, or the model does not take tokens.
+    Weights are random, or have no values if `options.meta` is set. The class is the first of the config's
+    `architectures`, else the language model class for the config's `model_type`. Raises InputError if the file, its
+    `model_type` or its class is unknown, or the model does not take tokens.
     """
     phase("reading the config")  # transformers takes long to import
     config = _read_config(_config_path(path))
@@ -188,7 +188,7 @@ def config_names() -> list[str]:
 
 
 def _config_path(named: str | Path) -> Path:
-    """Return the file of a config, which is named by a shipped config's name, a path or a hub name.
+    """Return the file of a config, given the name of a shipped config, a path or a hub name.
 
     Raises InputError if there is none.
     """

@@ -76,7 +76,7 @@ def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
 
 
 def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_even: Partition | None) -> list[str]:
-    """Return a note if stages with less imbalance exist, but were not chosen because they send more bytes."""
+    """Return a note if better balanced stages exist that were not chosen because they send more bytes."""
     pinned = problem.pins.cuts or problem.pins.together
     if most_even is None or pinned:
         return []

@@ -170,8 +170,8 @@ class Space:
         rows: samples of the global batch.
         profile: name of the hardware profile.
         fused: True to count the operators between two matrix products or collectives as one kernel.
-        assumed: values for fields of `cost.predict.run_setting.RunSetting` that replace the values for autopart's
-            runtime, such as `{"state_bytes": 8}`.
+        assumed: {field of `cost.predict.run_setting.RunSetting`: value}, such as `{"state_bytes": 8}`, to predict
+            another runtime than autopart's.
         precision: compute dtype and reduction dtype.
         methods: gradient synchronization methods (option `dp_sync`) to try, such as PowerSGD.
         balance, sequence_dims: the options of `autopart.plan` with these names.

@@ -83,7 +83,7 @@ def original(folds: DeduplicatedBlocks, name: str) -> str:
 def names_of(folds: DeduplicatedBlocks, name: str) -> list[str]:
     """Return all names of the model that a name in the deduplicated graph represents.
 
-    These are one name for each represented block, or only `name` if it is outside of deduplicated blocks.
+    There is one name for each represented block. A name outside of deduplicated blocks represents only itself.
     """
     fold = next((fold for fold in folds if fold.holds(name)), None)
     return [name] if fold is None else [fold.later(name, i) for i in range(fold.times)]
@@ -99,9 +99,9 @@ def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
 def expand_blocks(
     folds: DeduplicatedBlocks, items: Sequence[T], name: Callable[[T], str], at: Callable[[T, int], T]
 ) -> Iterator[T]:
-    """Yield the items of a graph.
+    """Yield the items of a deduplicated graph as if the graph contained all blocks of the model.
 
-    Repeat the items of a deduplicated block for each block that it represents.
+    The function repeats the items of a deduplicated block for each block that it represents.
 
     Args:
         items: objects with names in the graph, such as operators in graph order.

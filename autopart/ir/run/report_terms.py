@@ -20,7 +20,7 @@ TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 
 @dataclass(frozen=True)
 class Collective:
-    """Total of one kind of collective in one module, over all repeated blocks.
+    """Totals of one kind of collective in one module, added up over all repeated blocks.
 
     Args:
         count: number of calls.

@@ -40,7 +40,7 @@ class MethodParameters(NamedTuple):
     """Sizes of the parameters that one `dp_sync` method synchronizes on a rank.
 
     Args:
-        method: the method.
+        method: the `dp_sync` method.
         size_bytes: bytes of the parameters.
         made_bytes: bytes of the compressed gradients that a rank sends.
         factor_bytes: bytes of the low-rank factors that PowerSGD sends in place of gradient matrices.
@@ -53,7 +53,10 @@ class MethodParameters(NamedTuple):
 
 
 class SyncMethod(Protocol):
-    """Protocol of a method that replaces the gradient all-reduce over the data axis. Objects are hashable."""
+    """Protocol of a method that replaces the gradient all-reduce over the data-parallel axis.
+
+    Objects are hashable.
+    """
 
     @property
     def changes(self) -> str:
@@ -102,19 +105,19 @@ class SyncOption(Protocol):
         """Return the option as the dict that plans store and `parse_sync` accepts."""
 
     def method_of(self, name: str) -> SyncMethod | None:
-        """Return the method of a parameter; None if its gradient is all-reduced."""
+        """Return the `dp_sync` method of a parameter; None if its gradient is all-reduced."""
 
     def axis(self, mesh: Mesh) -> str:
-        """Return the mesh axis over which methods communicate; "" if there is none.
+        """Return the mesh axis over which `dp_sync` methods communicate; "" if there is none.
 
         Raises OptionError if a method needs an axis that the mesh lacks.
         """
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Raise OptionError if a method does not support the layout in which a parameter is stored."""
+        """Raise OptionError if a `dp_sync` method does not support the layout of a stored parameter."""
 
     def check_program(self, program: Program) -> None:
-        """Raise OptionError if a method needs a full gradient, but the program computes only shards of it."""
+        """Raise OptionError if a `dp_sync` method needs a full gradient of which the program has only shards."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,10 @@ class AllReduce:
         return next(iter(mesh.along("rows")), "")
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Accept every layout of parameters."""
+        """Accept every layout of parameters, because an all-reduce supports all of them."""
 
     def check_program(self, program: Program) -> None:
-        """Accept every program."""
+        """Accept every program, because an all-reduce supports gradient shards."""
 
 
 ALL_REDUCE = AllReduce()

@@ -61,7 +61,7 @@ class ValueCall:
 
     @property
     def sources(self) -> Iterator[Any]:
-        """The recorded calls, inputs and tensors among the arguments."""
+        """The arguments that are recorded calls, inputs or tensors."""
         yield from _recorded((self.args, self.kwargs))
 
 
@@ -143,7 +143,7 @@ class ValueProgram:
 
     @property
     def inputs(self) -> list[int]:
-        """Numbers of the inputs that the program reads."""
+        """Indices of the model inputs that the program reads."""
         return [one.place for one in self.recorded if isinstance(one, InputTensor)]
 
     def _add(self, result: Any) -> None:
@@ -200,7 +200,7 @@ class ValueProgram:
         return [self._step(one) for one in self.recorded]
 
     def _step(self, one: Any) -> _Step:
-        """Return a function that computes one of the recorded values from the earlier ones."""
+        """Return a function that computes a recorded value from the recorded values that run before it."""
         if isinstance(one, InputTensor):
             place = one.place
             return lambda given, results, device: given[0][place].detach()

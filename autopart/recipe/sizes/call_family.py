@@ -126,7 +126,7 @@ class CallFamily(Generic[Traced]):
     smaller and a larger call are on the same side of the limit, all sizes between them are on that side too.
 
     Args:
-        write: returns the program of a traced call for a purpose.
+        write: returns the program of a traced call for a purpose, such as "forward".
         conditions: returns the branches on sizes that a traced call took.
         num_shards: function (call, axes) that returns, for each size of a traced call, the number of shards over these
             mesh axes times the number of microbatches. A program is derived only for sizes whose greatest common
@@ -156,7 +156,7 @@ class CallFamily(Generic[Traced]):
         self._templates.clear()
 
     def traced(self, sizes: Sizes) -> Traced | None:
-        """Return the traced call of these sizes; None if there is none, or if its guards do not hold."""
+        """Return the traced call of these sizes; None if there is none, or Python values that it read changed."""
         found = self.calls.get(sizes)
         return found if found is not None and self.holds(found) else None
 

@@ -60,7 +60,7 @@ class ExampleLengths:
         )  # fmt: skip
 
     def _own_lengths(self) -> dict[str, list[int]]:
-        """Return {input: [1]} for the inputs whose dim 1 is a sequence. Their lengths are equal."""
+        """Return {input: [1]} for the inputs whose dim 1 gives the sequence length. Their lengths are equal."""
         integers = [name for name, t in self._tensors.items() if t.dim() >= 2 and not t.is_floating_point()]
         floats = [name for name, t in self._tensors.items() if t.dim() >= 3 and t.is_floating_point()]
         return self._one_length({name: [1] for name in integers or floats})

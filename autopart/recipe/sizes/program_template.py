@@ -117,7 +117,7 @@ class GraphTemplate:
     def names_read(self, inputs: SizeInputs) -> list[str]:
         """Return the names of the size inputs that this graph needs.
 
-        They include the inputs with numbers of queries and keys, which detect mask structures such as causal.
+        They include the numbers of queries and keys, from which attention calls detect a mask structure such as causal.
         """
         names = dict[str, None]()
 
@@ -185,7 +185,7 @@ class _SizedStages(NamedTuple):
     Attributes:
         stages: the stages of the first trace, with size inputs.
         inputs: for each stage, the size inputs of its graph.
-        formulas: {name of a size input: formula that computes it}, in the order of the prologues' inputs.
+        formulas: {name of a size input: formula that computes it}, ordered as the size inputs of every prologue.
     """
 
     stages: tuple[Stage, ...]

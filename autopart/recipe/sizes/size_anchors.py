@@ -13,11 +13,11 @@ _DOUBLED = 512
 
 
 class SizeAnchors:
-    """Chooses the sizes of anchors.
+    """Choice of anchors: calls that are traced so that programs for other sizes can be derived from them.
 
-    If a call is larger than all traced calls, a still larger call, the anchor, is traced in its place. If a call is
-    smaller, the anchor is still smaller. When sequences grow during a run, most calls can then be derived. Without
-    anchors, each sequence that is longer than all earlier ones would be traced.
+    If a call is larger than all traced calls, the anchor is a still larger call, and is traced in its place. If a call
+    is smaller than all traced calls, the anchor is still smaller. When sequences grow during a run, most calls can then
+    be derived. Without anchors, each sequence that is longer than all earlier ones would be traced.
     """
 
     def __init__(self) -> None:
