@@ -66,9 +66,10 @@ class Decisions:
     """All choices for a graph: operator strategies per mesh axis, parameter layouts, stages and options.
 
     Attributes:
-        strategies: {axis: {operator: its strategy}}. It has the axes of the mesh that shard something, and
-            `MICROBATCH_AXIS` if there are several microbatches. All data-parallel axes map to one shared dict. If the
-            data-parallel axes are missing although the mesh has them, every data-parallel rank computes all samples.
+        strategies: {axis: {operator: its strategy}}. It has the axes of the mesh that shard something. If there are
+            several microbatches, it also has `MICROBATCH_AXIS`, an axis that splits the batch into microbatches. All
+            data-parallel axes map to one shared dict. If the data-parallel axes are missing although the mesh has them,
+            every data-parallel rank computes all samples.
         stored: {parameter: its stored layout}. A parameter without an entry is replicated.
         stage_of: {operator: index of its pipeline stage}.
         zero: ZeRO stage, 0 to 3.

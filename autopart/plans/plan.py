@@ -290,7 +290,7 @@ class Plan(ShownAsText):
         """Write the plan as one HTML page with charts, which needs no network.
 
         It shows the predicted step and where its time goes, the timeline, the memory of every rank, the model's blocks
-        with their placements and collectives, and changes with their predicted gains.
+        with their placements and collectives, and suggested changes with their predicted gains.
 
         Args:
             graphs: generated graphs (`torch.fx.GraphModule`) to print too, by title.

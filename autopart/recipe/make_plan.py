@@ -1,4 +1,4 @@
-"""Steps from a model to a plan: trace, normalize, annotate, choose, write programs, count, summarize.
+"""Steps from a model to a plan: trace, annotate, choose layouts, write programs, count costs.
 
 A graph is annotated if its nodes have the facts that planning needs (`ir/facts.py`).
 """
@@ -410,7 +410,7 @@ def _feature_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def left_open(options: Options) -> dict[str, Any]:
-    """Return {option: current value} of the options that the user left open and that can save memory."""
+    """Return {option: current value} of the options that can save memory, such as `zero`."""
     return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
 
 

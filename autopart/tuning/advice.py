@@ -19,7 +19,8 @@ from autopart.recipe.plan_figures import Draft
 def advised(plan: Plan, options: Options) -> Plan:
     """Return the plan. If it does not fit into memory, add a note that names settings that would fit.
 
-    It tries at most `cost.memory_advice.TRIES` settings in a fixed order, so all processes write the same note.
+    The function tries at most `cost.memory_advice.TRIES` settings in a fixed order, so all processes write the same
+    note.
     """
     reasons = plan.reasons
     if fits(plan) is not False:

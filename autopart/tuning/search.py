@@ -133,7 +133,7 @@ class LayoutKind(NamedTuple):
     Args:
         tensor: True if `tp` has several ranks.
         sequence_parallel: True if sequence parallelism over `tp` is used.
-        context: number of `cp` ranks for which operators are counted: 1, 2 or 8.
+        context: number of `cp` ranks for which the FLOPs and bytes of operators are counted: 1, 2 or 8.
         experts: True if `ep` has several ranks.
     """
 
@@ -154,7 +154,7 @@ class LayoutKind(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
-        """Smallest mesh of this layout kind. The operators of the model are counted on this mesh."""
+        """Smallest mesh of this layout kind, on which FLOPs, bytes and memory of the operators are counted."""
         sizes = {"cp": self.context, "ep": 1 + self.experts, "tp": 1 + self.tensor}
         return Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or "dp1")
 

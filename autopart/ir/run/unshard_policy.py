@@ -46,7 +46,7 @@ class ParameterGather(NamedTuple):
         axis: axis over which shards are gathered.
         dim: dim along which they are concatenated.
         size: size of that dim after the gather; another axis can still shard the dim.
-        sections: sections of that dim.
+        sections: sizes of the concatenated sections of that dim.
         dtype: dtype of the gathered parameter in mixed precision, else None.
         grad_dtype: dtype of the gradient reduction in mixed precision, else None.
     """

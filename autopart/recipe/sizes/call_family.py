@@ -111,7 +111,7 @@ class _Conditions:
 
 
 class _Template(NamedTuple):
-    """A program as a function of sizes, and the conditions and relations that the sizes must fulfil."""
+    """A program as a function of sizes, and checks of the sizes for which the function is valid."""
 
     program: ProgramTemplate
     conditions: _Conditions
