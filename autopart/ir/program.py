@@ -187,14 +187,17 @@ class StoredTensor:
     method: SyncMethod | None = None
 
     def reduced_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes over which the gradient is reduced once a step, without axes of one rank."""
+        """Return the axes of several ranks over which the gradient is reduced once a step.
+
+        The axis on which a `dp_sync` method replaces the reduction is left out.
+        """
         method_axes = () if self.method is None else mesh.along("rows")[:1]
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
     def unsharded_to_sync(self, mesh: Mesh) -> StoredTensor | None:
-        """Return a copy without ZeRO sharding if the `dp_sync` method of the parameter needs full gradients.
+        """Return a copy without ZeRO sharding, for a `dp_sync` method that needs the full gradient.
 
-        Returns None otherwise: the parameter has no method, or its method accepts the gradient shard.
+        Returns None if the parameter has no method, or if ZeRO does not shard it over the axis of the method.
         """
         zero_axis = mesh.stored_over(self.layout)
         if self.method is None or zero_axis is None or mesh.along("rows")[0] not in mesh_axes_of(zero_axis):
