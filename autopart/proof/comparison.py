@@ -89,7 +89,7 @@ class Results:
         It is infinite if a parameter has a non-zero gradient in one run only.
 
         Args:
-            buffer_scales: {buffer: number to which the difference of its new value is relative}.
+            buffer_scales: {buffer: number by which the difference of its new values is divided}.
         """
         if self.has_other_gradients(other):
             return float("inf")
@@ -106,8 +106,8 @@ class Results:
     def has_other_gradients(self, other: Results) -> bool:
         """Return True if a parameter has a non-zero gradient in one run and no gradient in the other.
 
-        A zero gradient and None count as equal. For example, a parameter is used only in a branch that does not run.
-        Then its gradient is zero in the program and None in the model.
+        A gradient of zeros counts as no gradient. If, for example, a parameter is used only in a branch that does not
+        run, its gradient is zero in the program and None in the model.
         """
         alone = self.grads.keys() ^ other.grads.keys()
         return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
@@ -167,10 +167,9 @@ def fixed_seed(seed: int = SEED) -> Iterator[None]:
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
-    """Return a parameter with the value that the forward computes with.
+    """Return a parameter as the forward uses it, after any in-place change by the forward itself.
 
-    Some forwards first change a parameter in place (`max_norm` of an embedding). The result is then a new leaf tensor
-    with the changed value.
+    An example of such a change is `max_norm` of an embedding. The result is then a new leaf tensor.
     """
     if update is None:
         return parameter
@@ -256,7 +255,7 @@ class GraphUnderTest:
 
     @cached_property
     def buffer_scales(self) -> dict[str, float]:
-        """Return {written buffer: number to which the error of its new value is relative}.
+        """Return {written buffer: number by which the error of its new value is divided}.
 
         If the new value is a sum, this number is computed from the absolute values of the summands. For example, a
         running mean of large values can be almost zero, but its rounding error is relative to the large values.
@@ -449,7 +448,7 @@ def buffer_errors(
     """Return {written buffer: largest error of its new value over the ranks that compute it}.
 
     Args:
-        scales: {buffer: number to which the error of its new value is relative}, from `buffer_scales`.
+        scales: {buffer: number by which the error of its new value is divided}, from `buffer_scales`.
     """
     errors = {f"buffer {name}": float("inf") for name in expected.buffers}
     for name, whole in expected.buffers.items():
@@ -473,7 +472,7 @@ def global_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
 
 
 def weights_like(output: Tensor) -> Tensor:
-    """Return fixed weights between 0.5 and 1.5, different for every entry of a tensor."""
+    """Return constant weights, one per entry (0.5 to 1.5, all different), for a weighted sum of a tensor."""
     return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
 
 

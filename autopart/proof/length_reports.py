@@ -1,4 +1,4 @@
-"""Verification at several sequence lengths, of traced and derived programs."""
+"""Verification at several sequence lengths, for traced programs and programs derived from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class LengthReport:
     """Result of `verify` for one sequence length.
 
     Args:
-        origin: "derived" if the program is derived from programs of other lengths; else "traced", with the reason.
+        origin: how the program was made: "derived" from the programs of other lengths, "traced" with the reason, or
+            "known" if an earlier call had the same sizes.
         verification: the comparison with the model, at this length.
         wrong: how a derived program differs from the traced one; "" if it does not.
     """
@@ -40,13 +41,13 @@ class LengthReport:
 
 
 class ProgramOrigins:
-    """Compilation of a sequence of calls, to report which programs are traced and which are derived.
+    """Compiler of a sequence of calls that reports which programs are traced and which are derived.
 
     A program is derived from the programs of earlier calls if possible. Every derived program is also traced, and both
     are compared node by node.
 
     Args:
-        compiler: compiler of the model, which is not used for anything else.
+        compiler: compiler of the model. Nothing else may use it.
         options: keyword arguments of `Compiler.program` for each call.
     """
 
@@ -54,9 +55,10 @@ class ProgramOrigins:
         self.compiler, self.options = compiler, options
 
     def of(self, args: tuple, kwargs: Mapping[str, Any], target: Any) -> tuple[str, str]:
-        """Return how a call's program was made, and how it differs from a traced program ("": it does not).
+        """Return (how the program of a call was made, how a derived program differs from a traced one).
 
-        The first text is "derived" (from other sizes), "traced" with the reason, or "known" (from an earlier call).
+        The first text is "derived" (from programs for other sizes), "traced" with the reason, or "known" (an earlier
+        call had the same sizes). The second text is "" if there is no difference.
         """
         self.compiler.origin = "known: a call of these sizes occurred before"
         try:

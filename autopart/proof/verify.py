@@ -370,7 +370,10 @@ class VerificationRun:
         return verification if training is None else self._trained(verification, arrangement, training, tolerance)
 
     def check_trainable(self, training: Training) -> None:
-        """Raise InputError if the steps of a model need new traces."""
+        """Raise InputError for a model whose forward changes Python values that the next call reads.
+
+        Each training step of such a model needs a new trace.
+        """
         if changes := next((note for note in self.traced.notes if note.startswith(SETS)), None):
             raise InputError(
                 f"steps={training.steps} is not supported for a model whose {changes.partition(':')[0]}",

@@ -47,8 +47,8 @@ class Rounded:
     Args:
         errors: {name of a compared value: error}, with the names of `Verification.errors`.
         own: distance of the single-device run in mixed precision from the float64 run.
-        tolerance: largest error allowed: `ROUNDINGS` of the coarsest dtype, or three times `own`, whichever is larger.
-            Infinite if `own` is above `MOST`.
+        tolerance: largest error allowed: `ROUNDINGS` times the machine epsilon of the coarsest dtype, or three times
+            `own`, whichever is larger. Infinite if `own` is above `MOST`; then nothing is compared.
     """
 
     precision: Precision

@@ -266,7 +266,7 @@ class Blocks:
 
     @property
     def outside_matrices(self) -> list[str]:
-        """Names of the parameters of operators outside of blocks that ZeRO-3 would shard."""
+        """Names of the parameters outside of blocks that ZeRO-3 would shard."""
         table = self.tables["none"]
         read = {name for row, path, _ in table.order if not path for name in table.rows[row].parameters}
         return [name for name in table.parameters if name in read and table.parameters[name].cut]

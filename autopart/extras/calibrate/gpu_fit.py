@@ -78,7 +78,8 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
         rate: memory bandwidth in bytes/s.
     Returns:
         Three values. The first is the efficiency curve: points (FLOPs of a product, share of peak FLOP/s). The second
-        is the inner dim at which products reach half of that share. The third is the factor by which unaligned last
+        is the inner dim at which products reach half of the share on this curve. The third is the factor by which
+            unaligned last
         dims reduce the share.
     """
     from scipy.optimize import minimize_scalar
@@ -163,7 +164,7 @@ def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
 
 
 def optimizer(rows: Iterable[Measured], rate: float) -> float:
-    """Return the share of memory bandwidth that the update of many parameters reaches.
+    """Return the share of memory bandwidth that optimizer updates of many parameters reach.
 
     The result is the mean over dtypes.
 
@@ -193,9 +194,13 @@ def operand_bytes(row: Measured, itemsize: int) -> float:
 
 
 def curve(points: Iterable[Sequence[float]], most: float = math.inf) -> list[list[float]]:
-    """Adjust the points (amount, share) of an efficiency curve, and return them sorted by amount.
+    """Adjust the points of an efficiency curve, and return them sorted by amount.
 
     Shares are raised, from the largest amount down, so that a smaller amount never takes longer than a larger one.
+
+    Args:
+        points: (FLOPs or bytes, share of the peak rate).
+        most: largest share; larger ones are reduced to it.
     """
     found = [[amount, float(f"{min(share, most):.4g}")] for amount, share in sorted(map(tuple, points))]
     for smaller, larger in reversed([*pairwise(found)]):

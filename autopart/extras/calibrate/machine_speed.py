@@ -377,7 +377,7 @@ def _shapes(width: int) -> list[tuple[int, int, int]]:
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the dtypes to measure. On a CPU, these are no 16-bit dtypes, which CPUs often emulate."""
+    """Return the dtypes to measure. A CPU is not measured in 16-bit dtypes, which CPUs often emulate."""
     if device.type != "cuda":
         return [torch.float32, torch.float64]
     bfloat16 = [torch.bfloat16] if torch.cuda.is_bf16_supported(including_emulation=False) else []

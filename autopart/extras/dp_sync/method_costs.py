@@ -8,7 +8,7 @@ With `n` ranks, a gradient or model of `S` bytes, and `C` bytes of its compresse
 | qsgd | all-gather of `n C` | 3 + n | 0 |
 | top_k, sign | all-gather of `n C` | 6 + n | S |
 | ef21 | all-gather of `n C` | 8 + n | 2 S |
-| ef21_sgdm | all-gather of `n C` | 8 + n | 3 S |
+| ef21_sgdm | all-gather of `n C` | 10 + n | 3 S |
 | double_squeeze | all-to-all of `n C`, all-gather of `C` | 10 | S + S/n |
 | neolithic | all-to-all of `n C`, all-gather of `C` | 10 per round | S + S/n |
 | powersgd | three all-reduces: of both factors, and of uncompressed parameters | 10 | S + factors |

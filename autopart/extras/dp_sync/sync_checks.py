@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
-    """Raise OptionError if a method does not support how a parameter is stored."""
+    """Raise OptionError if a method does not support that a parameter is sharded over its mesh axis.
+
+    Also raise it if a method averages models, but all data ranks compute the same samples.
+    """
     mesh = decisions.mesh
     axis = sync.axis(mesh)
     trained = [name for name, parameter in trace.parameters.items() if parameter.requires_grad]

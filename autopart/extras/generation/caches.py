@@ -97,7 +97,7 @@ class TracedCache(Cache, LocalCache):
 
     Args:
         positions: index in the cache of each new token, of shape [1, tokens].
-        slots: tensor of shape [1, length of the cache]. Its values are not used.
+        slots: tensor of shape [1, length of the cache]. Only its shape is used.
     """
 
     def __init__(self, positions: Tensor, slots: Tensor):

@@ -1,6 +1,7 @@
-"""Inputs of generation without a cache: the full sequence, padded on the right to one of few lengths.
+"""Inputs of generation without a cache: the full sequence, padded on the right.
 
-In a causal model no token attends to later tokens, so padding on the right does not change earlier logits.
+Lengths are padded to multiples of `LENGTH_STEP`, so that one program serves several lengths. In a causal model no token
+attends to later tokens, so padding on the right does not change earlier logits.
 """
 
 from __future__ import annotations

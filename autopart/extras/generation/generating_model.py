@@ -109,7 +109,7 @@ class _Forward:
     """Forward of a generating model, and replacements for steps of transformers' `generate`.
 
     A call with a `TokenCache` passes only the new tokens. Without a cache, each call passes the full sequence, padded
-    on the right to one of few lengths.
+    on the right to a multiple of `LENGTH_STEP` tokens.
     """
 
     def __init__(self, caller: PartitionedModel, model: Any):
@@ -145,7 +145,10 @@ class _Forward:
     def prepare_cache(
         self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_length: int
     ) -> None:
-        """Add a `TokenCache` to the inputs. Set `use_cache=False` if this call cannot use one."""
+        """Add a `TokenCache` to the inputs. Set `use_cache=False` if this call cannot use one.
+
+        Raises UsageError if the call needs a cache and cannot use one.
+        """
         if config.use_cache is False:
             return
         cache = TokenCache(self.text_config, max_length)
@@ -224,7 +227,10 @@ class _Forward:
 
     @contextmanager
     def only_partitioned(self) -> Iterator[None]:
-        """Context manager that raises UsageError if a module of the original model runs alone in its block."""
+        """Context manager in which running a single module of the original model raises UsageError.
+
+        Only calls of the full model run on the partitioned model.
+        """
 
         def check(module: nn.Module, args: Any) -> None:
             if not self._is_running and (name := self._modules.get(id(module))) is not None:

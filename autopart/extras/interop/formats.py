@@ -216,9 +216,9 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _format_role(kind: type, role: str) -> str:
-    """Return the role to write for a module, which differs for a column-parallel embedding.
+    """Return the role to write for a module: COLUMN for a column-parallel embedding with gathered output.
 
-    The formats always gather the output of such an embedding.
+    The formats always gather the output of a COLUMN embedding.
     """
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 

@@ -360,7 +360,10 @@ class InFlight(OverlappedBatches):
         self.exchange.unsent += schedule.backward(microbatch)
 
     def _leave(self, loss_scale: float | None) -> Tensor | None:
-        """Add the gradients of the finished batch to `.grad` and return its loss."""
+        """Add the gradients of the finished batch to `.grad`, scaled by `loss_scale`, and return its loss.
+
+        Returns None, and changes nothing, if no batch is finished or `loss_scale` is None.
+        """
         if self.finished is None or loss_scale is None:
             return None
         last, self.finished = self.finished, None

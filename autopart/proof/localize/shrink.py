@@ -121,7 +121,11 @@ class _FaultSearch:
         return max(errors.values(), default=0.0) > self.tolerance
 
     def cut(self, chosen: set[fx.Node], arrangement: Arrangement | None = None) -> Subgraph:
-        """Extract these operators into a subgraph, with the decisions of the full graph."""
+        """Extract these operators into a subgraph, with the decisions of the full graph.
+
+        Args:
+            arrangement: decisions to use in place of the full graph's.
+        """
         return _Extraction(self.subject, arrangement or self.arrangement, self.values, chosen, self.recorded).subgraph()
 
 

@@ -127,7 +127,7 @@ class Builder:
             layout: {axis: placement} for `ROWS` (the batch) and each axis on which the solver chooses layouts.
             stage: index of the stage that computes the value.
 
-        Raises LayoutError if the batch dim has sections.
+        Raises LayoutError if a rank's samples are not one contiguous range of the batch.
         """
         layout = {over: layout.get(over, R) if size > 1 else R for over, size in self.parts.items()}
         if layout[ROWS].sections:
@@ -208,7 +208,7 @@ class Builder:
 
 
 def _meta(tensor: Tensor, role: str, needs_grad: bool = False, **others: Any) -> dict[str, Any]:
-    """Return the `node.meta` of a new node: the facts (entries) that passes need."""
+    """Return the `node.meta` of a new node, with all entries that passes read."""
     return {"val": tensor.detach(), "role": role, "needs_grad": needs_grad, "pattern": None, "sections": {},
             "atoms": tuple(() for _ in tensor.shape), **others}  # fmt: skip
 

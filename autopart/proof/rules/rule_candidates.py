@@ -43,7 +43,8 @@ class Possibility:
     """A valid sharding of an operator on two ranks: its input and output placements.
 
     `inputs` has, for each input, the set of its valid placements. A replicated input can have two: `R` (its gradient is
-    complete on each rank) and `R(grad P)` (its gradient is a partial sum on each rank).
+    complete on each rank) and `R(grad P)` (its gradient is a partial sum on each rank). `is_edited`: True if an integer
+    argument of the call, such as a size of a view, is scaled to the size of a shard.
     """
 
     inputs: tuple[frozenset[Placement], ...]
@@ -201,7 +202,13 @@ def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Seq
 
 
 def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -> list[Tensor]:
-    """Return the two ranks' tensors of an input (shards, copies or partial sums), as leaf tensors."""
+    """Return the two ranks' tensors of an input (shards, copies or partial sums), as leaf tensors.
+
+    Args:
+        place: placement of the input.
+        part: fraction of the sharded dim on the first rank, as (numerator, denominator).
+        seed: seed of the random numbers that split a value into partial sums.
+    """
     if place == P:
         first = _random(tensor, -2.0, 2.0, seed)
         parts = [first, tensor.detach() - first]
@@ -258,7 +265,7 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Return {argument of an operator: function that scales its integers from full tensor to shard}."""
+    """Return functions that scale one argument from the full tensor to a shard, one per integer argument."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 

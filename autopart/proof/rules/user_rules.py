@@ -34,11 +34,10 @@ def rule(
     """Register a sharding rule for an operator in this process.
 
     The operator is a `torch.library` operator of the user, one of torch's that has no rule, or an autograd.Function. A
-    line names the dims
-    (factors) of every tensor input and output, such as `"b s h, h o -> b s o"`. Dims with equal names have equal
-    indices. `...` means any number of dims. `(g r)` means one dim that merges two factors, the outer factor first. The
-    rule states that the operator can run on shards of any one factor, with its other arguments unchanged. Inputs
-    without that factor are then replicated.
+    line names the dims (factors) of every tensor input and output, such as `"b s h, h o -> b s o"`. Dims with equal
+    names have equal indices. `...` means any number of dims. `(g r)` means one dim that merges two factors, the outer
+    factor first. The rule states that the operator can run on shards of any one factor, with its other arguments
+    unchanged. Inputs without that factor are then replicated.
 
     Args:
         operator: name in the dispatcher, `"mylib::op"`, without an overload; or the class of an autograd.Function. A

@@ -322,7 +322,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move the arguments of a call, which data loaders leave on the CPU, to the device of the weights."""
+    """Move the tensors of a call, which data loaders leave on the CPU, to a device."""
     return dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) and not t.is_meta else t, dict(arguments)))
 
 
@@ -368,11 +368,10 @@ def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
 
 
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
-    """Return True if a rough estimate of a verification's memory is below 2 % of free memory.
+    """Return True if a rough estimate of a verification's memory is below 2 % of `free` bytes.
 
-    The exact estimate, which needs a trace, is then not necessary.
-
-    The rough estimate counts 48 bytes of activations for each pair (element of the inputs, row of a weight).
+    Then the exact estimate, which needs a trace, is not necessary. The rough estimate adds weights, gradients,
+    optimizer state, and 48 bytes of activations for each pair (element of the inputs, row of a weight).
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))
@@ -476,7 +475,10 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
 
 
 def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tuple[int, ...]]) -> None:
-    """Adapt a copy's configs and modules to fewer layers: layer counts, and lists with an entry per layer."""
+    """Set the layer counts in a copy's modules and configs, and shorten lists with an entry per layer.
+
+    The keys of both mappings are original numbers of layers.
+    """
     holders = {id(m): vars(m) for m in model.modules()}
     holders |= {id(c): vars(c) for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     for settings in holders.values():

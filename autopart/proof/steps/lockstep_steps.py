@@ -161,7 +161,11 @@ class AllRanks:
     """Training of the partitioned model on all ranks. Each rank has weight shards and an optimizer."""
 
     def __init__(self, subject: GraphUnderTest, arrangement: Arrangement, training: Training, full: set[str]):
-        """Args: `full`: names of the parameters whose optimizer needs the full tensor."""
+        """Create the weight shards and the optimizer of every rank.
+
+        Args:
+            full: names of the parameters whose optimizer needs the full tensor.
+        """
         self.arrangement, self.training = arrangement, training
         self.program = subject.step(arrangement.decisions)
         self.shards = subject.shards(self.program, arrangement, trained=True)
@@ -320,7 +324,10 @@ def restore_state(reference: Reference) -> Iterator[None]:
 
 
 class TracedBatches:
-    """Cache of traces and programs of the batches, by shapes, options and value guards of the call."""
+    """Cache of traces and programs of the batches.
+
+    A batch uses a cached trace if its shapes and options are equal, and if its values take the branches of the trace.
+    """
 
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
         self.reference, self.arrangement, self.training = reference, arrangement, training

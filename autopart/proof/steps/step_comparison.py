@@ -106,7 +106,11 @@ class StepComparison:
         """{parameter: mask of gradient entries that differ only by the rounding of their terms}, of this step"""
 
     def numbers(self, kind: str, actual: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
-        """Compare a scalar that every rank computes, such as the gradient norm, with the single device's."""
+        """Compare a scalar that every rank computes, such as the gradient norm, with the single device's.
+
+        Args:
+            may_overflow: True if NaN or infinity on the single device is no error.
+        """
         if not expected.isfinite() and not may_overflow:
             self._not_finite(kind, "", expected)
         for rank, value in actual.items():

@@ -51,7 +51,10 @@ class Training:
     targets: tuple[Any, ...] = ()
 
     def make_optimizer(self, named: Named) -> torch.optim.Optimizer:
-        """Create the optimizer of [(name, parameter)]. Several optimizers are chained."""
+        """Create the optimizer of [(name, parameter)].
+
+        If the user's function returns several optimizers, they are combined into one.
+        """
         made: Any = self.optimizer(named)
         is_chain = isinstance(made, (list, tuple)) and all(isinstance(one, torch.optim.Optimizer) for one in made)
         return ChainedOptimizer(made) if is_chain and made else made

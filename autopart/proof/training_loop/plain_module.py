@@ -31,7 +31,7 @@ class PlainMethods:
     ) -> Any:  # fmt: skip
         """Run forward and backward, and return the detached loss, like `ParallelModule.step`.
 
-        A batch that is not finite is not skipped: it cannot be compared.
+        It never skips a step because of NaN or infinity: a skipped step has no values to compare.
         """
         if loss_fn is None and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
