@@ -18,7 +18,7 @@ def integer_program(
 
     Args:
         cost: cost per unit of each variable.
-        rows: the constraints.
+        rows: the constraints, each with its (column, factor) pairs, lower bound and upper bound.
         upper: upper bound of each variable. All lower bounds are 0.
         is_integer: True for each variable that must be an integer.
         options: options of `scipy.optimize.milp`.

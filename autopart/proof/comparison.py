@@ -295,8 +295,8 @@ class GraphUnderTest:
     def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
         """Return the weights of all ranks, as {rank: {name of a parameter: local shard}}.
 
-        Ranks with equal shards share one tensor. If shards will change (in training, by a weight update of the forward,
-        or by a planted fault), each rank has a copy.
+        Ranks with equal shards share one tensor. If shards will change (by an optimizer, by a weight update of the
+        forward, or by a planted fault), each rank has a copy.
         """
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}

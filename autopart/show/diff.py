@@ -1,7 +1,8 @@
-"""Comparison of two plans. Layouts are compared per parameter, whatever patterns group the names.
+"""Comparison of two plans.
 
-Decisions come first (mesh, schedule, layouts, operators, stages), then their consequences (collectives, cost). Pins and
-notes describe how a plan was made and are not compared.
+Layouts are compared per parameter, even if two plans group names by different patterns. Decisions come first (mesh,
+schedule, layouts, operators, stages), then their consequences (collectives, cost). Pins and notes describe how a plan
+was made and are not compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class DiffRow:
 
 @dataclass(frozen=True, repr=False)
 class Difference(ShownAsText):
-    """All differences between two plans. It prints as a table, and is false if the plans are equal."""
+    """All differences between two plans.
+
+    It prints as a table, and its truth value is False if the plans are equal.
+    """
 
     rows: tuple[DiffRow, ...]
 
@@ -147,7 +151,13 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
-    """Return the differences of layouts: a row per name pattern, or several if its blocks differ."""
+    """Return the differences of named entries: a row per name pattern, or several if its blocks differ.
+
+    Args:
+        part: section of the plan to which the entries belong.
+        of_a, of_b: names or name patterns of the entries in each plan.
+        wording: function that returns the text of a plan's entry with this name.
+    """
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):

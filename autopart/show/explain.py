@@ -123,7 +123,7 @@ def _sends(plan: Plan) -> str:
 
 
 def _pins(pins: Mapping[str, Any]) -> str:
-    """Describe the pins on one line.
+    """Describe the pins (layouts and stages that the user fixed) on one line.
 
     For example `model.layers.*.mlp tp:R; stage boundary before model.layers.16; model.norm, lm_head together`.
     """
@@ -364,7 +364,7 @@ def _block_line(
 
     Args:
         layers: layer numbers in the heading above the row, such as `0-15`.
-        before: number of an earlier stage that shows the block's layout.
+        before: number of an earlier stage that shows the block's layout; None if no earlier stage does.
     """
     name = block["block"] or "(model)"
     if layers:

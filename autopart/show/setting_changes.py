@@ -34,7 +34,7 @@ class SettingChange(NamedTuple):
 
 
 def predictions(plan: Plan, cost: Cost) -> Iterator[tuple[SettingChange, Figures]]:
-    """Yield the changes of a plan that are possible, with their predicted step."""
+    """Yield the changes for which a schedule and layouts exist, with the predicted step time and memory."""
     for change in _changes(plan, cost.table):
         try:
             yield change, cost.variant(change.mesh, change.schedule, change.zero)
@@ -43,7 +43,10 @@ def predictions(plan: Plan, cost: Cost) -> Iterator[tuple[SettingChange, Figures
 
 
 def _changes(plan: Plan, table: Table) -> Iterator[SettingChange]:
-    """Yield the changes with which the batch is still divisible."""
+    """Yield changes of one setting at a time.
+
+    A change is left out if its data ranks and microbatches do not divide the batch.
+    """
     mesh, schedule, zero = plan.mesh_object(), plan.schedule, plan.zero
     rows = table.b * mesh.data_parallel_size * schedule.microbatches
     zero = 3 if table.gathers else zero
@@ -73,7 +76,7 @@ def _changes(plan: Plan, table: Table) -> Iterator[SettingChange]:
 
 
 def _schedule_on(mesh: Mesh, schedule: Schedule) -> Schedule:
-    """Return the schedule for a mesh that may have gained or lost its pipeline."""
+    """Return the schedule for a changed mesh: none without `pp`, and 1F1B if `pp` is new."""
     if mesh.size("pp") == 1:
         return Schedule(None, schedule.microbatches, 1)
     return schedule if schedule.name is not None else replace(schedule, name="1f1b")

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def why_setting(plan: Plan, setting: str) -> Why:
-    """Return the predicted step of a plan's setting, with that of the alternatives.
+    """Explain a setting of a plan: compare its predicted step time with that of each alternative.
 
-    Works for plans from files: nothing but the plan is needed. Raises PlanError for a plan without a cost table.
+    It needs only the plan, which can be read from a file. Raises PlanError for a plan without a cost table.
 
     Args:
         setting: "mesh", "schedule", "microbatches" or "zero".

@@ -79,8 +79,7 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
     Returns:
         Three values. The first is the efficiency curve: points (FLOPs of a product, share of peak FLOP/s). The second
         is the inner dim at which products reach half of the share on this curve. The third is the factor by which
-            unaligned last
-        dims reduce the share.
+        unaligned last dims reduce the share.
     """
     from scipy.optimize import minimize_scalar
 

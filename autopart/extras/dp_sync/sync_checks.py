@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
-    """Raise OptionError if a method does not support that a parameter is sharded over its mesh axis.
+    """Raise OptionError if a method does not support parameters that are sharded over its mesh axis.
 
     Also raise it if a method averages models, but all data ranks compute the same samples.
     """
