@@ -175,6 +175,9 @@ def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | N
     The default of `schedule` is 1F1B. The default of `microbatches` is 1 without pipeline stages, else the largest
     number that divides the batch and is at most four times the number of stages. Raises OptionError if `microbatches`
     does not divide the batch.
+
+    Args:
+        rows: number of samples in the global batch.
     """
     dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):

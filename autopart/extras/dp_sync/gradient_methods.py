@@ -110,7 +110,12 @@ def _encode_with_feedback(
 def _sum_decoded(
     sent: Sequence[Sequence[Tensor]], like: Sequence[Gradients], compressor: Compressor, wire: SyncTransport
 ) -> list[dict[str, Tensor]]:
-    """Exchange the encoded vectors of all ranks, decode them, and return their sums in rank order."""
+    """Exchange the encoded vectors of all ranks, decode them, and return their sums in rank order.
+
+    Args:
+        sent: encoded gradients of each local rank.
+        like: for each local rank, gradients with the names, lengths and dtypes of the results.
+    """
     received = wire.all_gather_equal([torch.cat(list(parts)) for parts in sent])
     sums_of_rows: dict[int, dict[str, Tensor]] = {}
     sums = []

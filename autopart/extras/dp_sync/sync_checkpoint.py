@@ -44,7 +44,7 @@ def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
     """Return the state of the `dp_sync` methods, as tensors that a checkpoint can save or load into.
 
     Args:
-        data_ranks: to load a checkpoint, the number of data ranks that saved it. None: to save one.
+        data_ranks: number of data ranks that saved the checkpoint to load; None to save a checkpoint.
     """
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
     entries: dict[str, Any] = {

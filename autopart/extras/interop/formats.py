@@ -269,7 +269,7 @@ def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def stage_modules(plan: Plan) -> list[str]:
-    """Return the names of the modules with which pipeline stages begin, without the first stage.
+    """Return the names of the modules with which pipeline stages begin, except the first stage.
 
     Raises StageError for a stage boundary inside a module.
     """

@@ -195,7 +195,10 @@ class BatchInFlight:
         self._loaded.close()
 
     def finish(self, exchange: StageExchange) -> None:
-        """Reduce gradients of tied parameters and compute the loss, when all backwards of the batch have run."""
+        """Reduce gradients of tied parameters and compute the loss.
+
+        It is called after all backwards of the batch have run.
+        """
         executable = self.executable
         losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
         sync_tied(executable.parameters, executable.program, executable.process, executable.stage_style)

@@ -52,7 +52,7 @@ class WrongShard:
     """Shard with the largest error among the shards of one value.
 
     `worst` describes the entry with the largest error and its expected value. Of the `num_parts` shards of the value,
-    `num_wrong` are wrong.
+    `num_wrong` are wrong. `coordinates` lists the mesh coordinates that all ranks of the shard have in common.
     """
 
     part: GroupShard

@@ -183,7 +183,8 @@ class StepComparison:
     ) -> None:  # fmt: skip
         """Compare each rank's shard of a weight, gradient or state with the single device.
 
-        Errors are relative to the largest entry of all expected tensors, at least `floor`.
+        Errors are relative to the largest entry of all expected tensors, at least `floor`. Entries that were excluded
+        before (rounding errors) are not compared.
         """
         for name, value in expected.items():
             if value is not None and not bool(value.isfinite().all()):

@@ -62,8 +62,9 @@ def run_forked(
     """Call `work(rank)` in `count` forked processes and return their reports.
 
     Args:
-        connected: True to initialise a gloo process group, with the environment variables of torchrun.
+        folder: folder for temporary files, such as the stack of a process that exceeds the time limit.
         where: function that returns the source line of the user's code that raised an exception.
+        connected: True to initialise a gloo process group, with the environment variables of torchrun.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeSetupError(

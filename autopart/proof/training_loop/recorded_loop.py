@@ -191,9 +191,9 @@ class EventComparison:
     """Comparison of a rank's events with the recorded events of the plain model, while the rank runs.
 
     Args:
-        load: function that loads weights into the partitioned model. If gradient entries are only rounding errors, Adam
-            still makes a full update from them. The comparison therefore copies these weight entries from the plain
-            model.
+        skips_losses: True to compare neither losses nor returned values.
+        load: function that loads weights into the partitioned model. It copies weight entries from the plain model if
+            their gradients are only rounding errors, because Adam makes a full update even from such gradients.
     """
 
     def __init__(

@@ -179,7 +179,13 @@ class _LoopRun:
         return self.recorder.count, self.recorder.steps - 1, changed or self.recorder.count > 2
 
     def compared(self, model: nn.Module, rank: int, tolerance: float, count: int, local_batch: bool) -> RankResult:
-        """Run the function with the partitioned model, and compare its events with those of the plain model."""
+        """Run the function with the partitioned model, and compare its events with those of the plain model.
+
+        Args:
+            count: number of events of the plain model.
+            local_batch: True if each rank has a loss of its own samples. Losses and returned values are then not
+                compared.
+        """
         load = partial(model.load_state_dict, strict=False)
         self.comparison = EventComparison(
             rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch, load
