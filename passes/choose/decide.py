@@ -95,9 +95,9 @@ def _solve(
 
 @driven(notes=decision_notes)
 def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """Return a copy of `decisions` with the stages and microbatches of another problem.
+    """Return a copy of `decisions` with the stages and the batch sharding chosen again for `problem`.
 
-    Only the stage boundaries and the batch sharding are chosen again. All other placements stay.
+    All other placements stay.
     """
     split = batch_strategies(problem.trace, problem.mesh, problem.schedule)
     return replace(

@@ -142,7 +142,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
-    """Apply the plan's sequence dims, and its order of sequence shards (zigzag or not), to the trace."""
+    """Write the plan's sequence dims, and its order of sequence shards (zigzag or not), on the trace."""
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
         set_zigzag(trace, any("zigzag" in text for text in texts))
@@ -250,7 +250,7 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
     """Read from the plan {parameter: its placement on `axis`}.
 
     Args:
-        others: {parameter: its layout on the axes that were read before}.
+        others: {parameter: its layout on the mesh axes that were read from the plan before `axis`}.
     """
     known = {*trace.parameters, *map(pattern_of, trace.parameters)}
     for name in plan.parameters:
@@ -286,7 +286,7 @@ def _check_cut_again(
 ) -> None:
     """Raise PlanError if the plan shards a dim of a parameter over several axes.
 
-    Exception: several axes may shard a dim that counts experts, if there are enough experts.
+    Exception: several axes may shard the expert dim of stacked weights, if there are enough experts.
     """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
@@ -306,7 +306,7 @@ def _fit_strategies(
     """Return {operator: strategy on `axis`}: the plan's strategy if it fits this trace, else a solved one.
 
     Args:
-        constraints: the user's pins, and the shardings over the axes that were read before.
+        constraints: layouts fixed by the user, and shardings over the mesh axes already read from the plan.
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}

@@ -54,7 +54,7 @@ class Problem:
 
     @cached_property
     def pinned(self) -> Mapping[str, AxisConstraints]:
-        """The user's layout pins by axis, in the order in which the solver handles the axes.
+        """The layouts that the user fixed (pins), by mesh axis, in the order in which the axes are solved.
 
         Pins are checked even if no axis is solved. Raises LayoutError or OptionError for a pin that no plan can follow.
         """

@@ -48,7 +48,7 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
     """Return a function that finds the recomputed regions of a stage graph and numbers their nodes.
 
-    Each node of a region gets the number of the region as its fact `region`. The function also makes the nodes of a
+    Each node of a region gets the region's number in its metadata (`region`). The function also makes the nodes of a
     region adjacent, so that the region can run as one call.
     """
     full_blocks, core_of = _recompute_groups(traced, recompute)

@@ -1,1 +1,1 @@
-"""Facts about a traced graph, for planning: roles of values, factors of dims, sharding strategies."""
+"""Analysis results (facts) on graph nodes, for planning: roles of values, factors of dims, strategies."""

@@ -155,7 +155,7 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """Return {call: number}, where calls with equal rule, inputs and output have equal numbers."""
+    """Number the calls so that calls with equal rule, inputs and output have equal numbers."""
     numbers: dict[Hashable, int] = {}
     known: dict[int, int] = {}  # by id of a pattern or of atoms, which equivalent nodes share
     values: dict[fx.Node, int] = {}

@@ -19,8 +19,8 @@ from autopart.ir.pattern import Pattern
 def find_batch_dims(graph: fx.Graph) -> bool:
     """Find the batch dims of tensors that the model creates without inputs, such as `zeros(8, 12)`.
 
-    A dim is a batch dim if a later operator combines it with another batch dim. The dim is then added to the fact
-    `rows` of the tensor. Returns True if a dim was added.
+    A dim is a batch dim if a later operator combines it with another batch dim. The dim is then added to
+    `rows` in the metadata of the tensor's node. Returns True if a dim was added.
     """
     used: dict[fx.Node, set[int]] = {}
     known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}

@@ -20,7 +20,7 @@ _COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def with_label_count(program: Program, loss: fx.Node) -> Program:
-    """Return the program with its field `label_count`: the name of the stage input that divides the loss.
+    """Return the program with `label_count` set to the name of the stage input that divides the loss.
 
     If there is no such input, `label_count` is a text with the reason.
     """

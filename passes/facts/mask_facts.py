@@ -36,7 +36,7 @@ read the mask.
 
 
 def band_notes(node: fx.Node) -> Iterator[str]:
-    """Yield the mask structure of a node for the graph dump."""
+    """Yield the structure of an attention mask (causal, sliding window) as text for the graph dump."""
     if band := facts(node).get("band"):
         yield f"sees {band.before} before, {band.after} after"
 

@@ -85,7 +85,7 @@ def _share(node: fx.Node) -> float:
 
 
 def _in_call(trace: Trace, mask: fx.Node) -> float | None:
-    """Return the share of True elements of a mask in the traced call.
+    """Return the fraction of elements that are True in a mask, in the traced call.
 
     None if the mask depends on parameters.
     """

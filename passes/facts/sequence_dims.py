@@ -132,7 +132,7 @@ def _others(node: fx.Node, along: _Along) -> frozenset[str]:
 
 
 class _Along:
-    """Sequence dims of every value, derived from the sequence dims of the inputs (`dims`)."""
+    """Sequence dims of every value, derived from those of the inputs (`dims`)."""
 
     def __init__(self, trace: Trace, dims: Mapping[fx.Node, Collection[int]]):
         self.trace, self.dims = trace, dims

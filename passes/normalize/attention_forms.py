@@ -64,7 +64,7 @@ class _AttentionFormula(NamedTuple):
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Fuse a decomposed attention with dropout into one operator, in a stage graph.
 
-    `node`: a call of `autopart::dropout`. In this call each rank draws its own mask.
+    `node`: the call of `autopart::dropout` in the attention, with which each rank draws its own mask.
     """
     formula = _formula_of(node)
     if formula is None:
@@ -121,7 +121,7 @@ The mask (second item) may be missing.
 
 
 def _is_of(node: Any, dropped: fx.Node) -> bool:
-    """Return True if a call belongs to the decomposed attention that contains the dropout call `dropped`."""
+    """Return True if `node` belongs to the decomposed attention whose dropout call is `dropped`."""
     attention = facts(dropped).get("attention")
     return isinstance(node, fx.Node) and attention is not None and facts(node).get("attention") == attention
 

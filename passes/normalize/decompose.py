@@ -111,8 +111,8 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
     """Return the graph of an operator's decomposition, or None.
 
-    None if torch has no decomposition, or if the decomposition cannot be traced, writes in place, or contains the
-    operator itself.
+    The result is None if torch has no decomposition, or if the decomposition cannot be traced, writes in place, or
+    contains the operator itself.
     """
     whole = _FORMULAS.get(node.target) or decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:

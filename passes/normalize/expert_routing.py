@@ -91,7 +91,7 @@ class _Region:
         return self.sent[source, times]
 
     def _by_row(self, node: fx.Node) -> bool:
-        """Rewrite an operator to work on dispatched tokens. Returns False if it is not token-wise."""
+        """Rewrite an operator to work on dispatched tokens. Return False if it mixes tokens."""
         if node.target is operator.getitem:
             self.own[node] = getitem(self.graph, self.own[node.args[0]], node.args[1])
             return True

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @on_calls("aten::native_layer_norm", "aten::native_group_norm")
 def plain_norms(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `native_layer_norm` and `native_group_norm` without their statistics if these are unused."""
+    """Replace `native_layer_norm` by `layer_norm`, and group norm likewise, if mean and rstd are unused."""
     if any(_index(user) != 0 for user in node.users):
         return
     with graph.inserting_before(node):

@@ -64,7 +64,7 @@ def draws_as_data(graph: fx.Graph) -> None:
 def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.Node:
     """Emit an uninitialized tensor with the metadata of `empty_like(of, **options)`. Return its node.
 
-    `like`: the node whose module and source line the new node gets.
+    `like`: the node from which the new node copies its module and source line.
     """
     empty = torch.empty_like(of, **options)
     empty_node = emit(

@@ -152,9 +152,9 @@ class _Sorted:
         return True
 
     def _alone(self, node: fx.Node) -> bool:
-        """Rewrite a token-wise operator to work in token order.
+        """Rewrite an operator that works on each token independently, to work in token order.
 
-        Return False if the operator is not token-wise.
+        Return False if the operator mixes tokens.
         """
         if node.target is operator.getitem:
             if node.args[0] not in self.own:

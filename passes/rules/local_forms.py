@@ -1,4 +1,4 @@
-"""Local forms: functions that write a call for one rank, for operators that depend on the rank.
+"""Local forms: functions that write an operator's call into one rank's program.
 
 An operator has a local form if the traced call would give a wrong result on the rank's local operands. For example, the
 local form of an embedding with a sharded table subtracts the rank's first row from the indices.

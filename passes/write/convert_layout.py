@@ -44,7 +44,7 @@ class Converter:
         decisions: the decisions of the plan.
         sizes: {axis: number of ranks}, including the microbatch axis and flattened axes that store parameters.
         emitter: `emitter(stage, node)` returns a function that adds nodes to the stage's graph for a traced node.
-        mark: records on a generated node which traced value it has, and in which layout.
+        mark: records on a generated node which traced value it computes, and in which layout.
     """
 
     def __init__(

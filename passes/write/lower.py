@@ -119,9 +119,9 @@ def write_local(call: LocalCall) -> fx.Node:
 
 
 def _decisions_of_tail(decisions: Decisions) -> Decisions:
-    """Return the decisions for the tail, which is treated as one more stage.
+    """Return the decisions for the operators that run once for all microbatches (the tail).
 
-    The tail is the set of operators that run once for all microbatches.
+    The tail is treated as one more stage.
     """
     strategies = {axis: on for axis, on in decisions.strategies.items() if axis != MICROBATCH_AXIS}
     stage_of = {node: stage + (node in decisions.tail) for node, stage in decisions.stage_of.items()}
@@ -366,7 +366,8 @@ class _Writer:
     def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
         """Return the tail's input node for a value that the last stage computes per microbatch.
 
-        The runtime merges the values of all microbatches, so the received value has no `MICROBATCH_AXIS` placement.
+        The tail is the graph that runs once for all microbatches. The runtime merges their values, so the received
+        value has no `MICROBATCH_AXIS` placement.
         """
         assert self.trunk is not None
         last, layout = self.trunk.stages[-1], self.trunk.produced(node)
@@ -422,7 +423,7 @@ class _Writer:
         return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
-        """Add a stage input for a value that the prologue computes once per call. Return its node.
+        """Add a stage input for a value that the prologue (run before all microbatches) computes.
 
         Args:
             batch: placement of the shard that the runtime passes to each rank and microbatch; None: the full value.
@@ -497,7 +498,7 @@ class _Writer:
         )  # fmt: skip
 
     def _input_names(self, output: fx.Node) -> frozenset[str]:
-        """Return the names of inputs on which an output depends; empty without `local_rows` (local samples)."""
+        """Return the inputs on which an output depends if ranks get only their samples, else an empty set."""
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}

@@ -58,8 +58,9 @@ class StageDraft:
     def output(self, values: Sequence[fx.Node]) -> None:
         """Write the output nodes of the stage graph and of its prologue.
 
-        The stage graph returns `values`, and new values of the buffers that it updates. The prologue returns the inputs
-        that it computes for the stage graph, and new values of buffers that depend only on the model's inputs.
+        The stage graph returns `values`, and new values of the buffers that it updates. The prologue
+        (the graph that runs before the first microbatch) returns the inputs that it computes for the stage graph, and
+        new values of buffers that depend only on the model's inputs.
         """
         new = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
                 (True, False)}  # fmt: skip

@@ -41,7 +41,7 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
 def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
     """Return `{weight: {16-bit dtype: FLOPs of the matrix products with this weight}}`.
 
-    Products of two activations are counted under the name "".
+    Products of two activations have no weight and are counted under the name "".
     """
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node, weight in weighted(active_operators(graph)):

@@ -187,7 +187,7 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """Return {axis: {operator or weight of experts that the axis may shard: number of experts}}.
+        """For each axis, map the expert operators and weights that it may shard to their number of experts.
 
         The outermost axis comes first.
         """
@@ -283,7 +283,7 @@ class Reasons:
     def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
         """Return {rejected option of a choice: its extra cost}, cheapest first.
 
-        For each option, the solver finds the best plan with this option: all other choices are made again.
+        For each option, the solver fixes this option and solves all other choices again.
         """
         problem, chosen = solved
         priced: list[tuple[float, str, ShardingCost]] = []
@@ -298,7 +298,7 @@ class Reasons:
 
 
 class DeferredReasons:
-    """`Reasons` of a plan that was made from a trace with only some of the model's repeated blocks.
+    """Reasons of a plan whose trace contains only some of the model's repeated blocks.
 
     The first call of `why` or `why_not` traces and plans the full model.
     """

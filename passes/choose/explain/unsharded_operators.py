@@ -163,7 +163,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _produced_placement(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
-    """Return the placement on `axis` in which a value is computed or, for a parameter, stored.
+    """Return a value's placement on `axis`: as its operator computes it, or as a parameter is stored.
 
     None for a value that does not depend on parameters.
     """

@@ -52,7 +52,7 @@ def choose_batch(
     Args:
         graph: annotated graph.
         num_shards: data-parallel ranks times microbatches.
-        trunk: {operator: its strategy}, for operators whose strategy is chosen already.
+        trunk: {operator: its strategy}, for operators with a strategy that must not change.
     """
     unsharded_selections: set[str] = set()
     selects = any(map(is_selection, graph.nodes))
@@ -200,7 +200,7 @@ class BatchSplit(NamedTuple):
 
 
 def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSplit:
-    """Choose the batch strategies of all operators, and find the tail.
+    """Choose the batch strategies of all operators, and find those that run once for all microbatches.
 
     The tail is the set of operators that must run once for all microbatches.
 

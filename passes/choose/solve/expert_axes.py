@@ -137,14 +137,14 @@ def shards_experts_equally(node: fx.Node, option: Strategy, other: Strategy) -> 
 def can_shard_experts_again(
     node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[InnerSharding], ranks: int
 ) -> bool:  # fmt: skip
-    """Return True if one more axis may shard the experts of an operator that inner axes already shard.
+    """Return True if one more mesh axis may shard experts that already solved (inner) axes shard.
 
     All these axes must shard the experts in the same way (`shards_experts_equally`). The product of their sizes must
     not exceed the number of experts. If several axes shard the tokens, the product must divide the number of tokens.
 
     Args:
         option: strategy on the additional axis.
-        taken: strategies on the inner axes.
+        taken: the operator's strategies on the inner axes.
         ranks: size of the additional axis.
     """
     if not all(shards_experts_equally(node, option, one.strategy) for one in taken):

@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AxisConstraints:
-    """Constraints on the mesh axis that is solved now: layout pins, and the results for earlier axes.
+    """Constraints on the mesh axis that is solved now: layout pins, and layouts on axes already solved.
 
     The planner solves one axis after another. A dim is sharded over one axis only. Exceptions are the dim of
     experts, and a sequence dim whose length is divisible by the product of the sizes of several axes.
@@ -107,7 +107,7 @@ class AxisConstraints:
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the options (strategies of an operator) that fit the user's pins and earlier layouts.
+        """Return the strategies in `options` that fit the user's pins and the axes that are already solved.
 
         Mesh axes are solved in turn. Layouts on an axis that is already solved are fixed.
         """
@@ -165,7 +165,7 @@ class AxisConstraints:
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def can_shard_again(self, name: str, place: Placement) -> bool:
-        """Return True if this axis may also shard the experts of a weight that earlier axes have sharded."""
+        """Return True if this axis may also shard the experts of a weight that already solved axes shard."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
@@ -269,7 +269,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return {operator or weight: number of experts} of the mixtures that an axis may shard by these pins."""
+    """Return {operator or weight: number of experts} for the MoE layers that the pins let `axis` shard."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}

@@ -81,7 +81,7 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return the number of sections of a dim in each of two strategies that shard the dim.
+    """Return the number of sections that each of two strategies divides a shared dim into.
 
     A dim with sections (fused q, k and v: 3) is sharded section by section. None if no operand has a sharded dim that
     consists only of the factor that `option` shards.

@@ -32,7 +32,7 @@ class Solution:
     Args:
         chosen: index of the chosen option, by variable.
         cost: total cost.
-        gap: relative distance of the proven lower bound below the cost.
+        gap: distance from the proven lower bound to the cost, relative to the cost.
     """
 
     chosen: list[int]

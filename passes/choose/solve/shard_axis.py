@@ -282,8 +282,8 @@ class ShardingProblem:
     def _options(self, node: fx.Node) -> list[Strategy]:
         """Return the strategies that the solver may choose for an operator.
 
-        If `between` is "cut", values are sharded between matrix products. An operator that can shard a dim without a
-        weight, such as the sequence, then has no replicated strategies.
+        If `self.between` is "cut", values are sharded between matrix products. An operator that can shard a dim without
+        a weight, such as the sequence, then has no replicated strategies.
         """
         plain = self.pinned.strategies_on_weight_dims(node, self.num_shards)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:

@@ -114,7 +114,7 @@ class ShardingCost:
         return self.communication_s + self.memory_traffic_s + self.gradient_sync_s
 
     def is_less(self, other: ShardingCost) -> bool:
-        """Return True if this cost is lower than `other` by more than the error of a prediction.
+        """Return True if this cost is lower than `other` by more than the prediction error.
 
         Matrix FLOPs and weights on one rank are compared first, then the seconds of a step.
         """

@@ -38,7 +38,7 @@ def partition(
     Args:
         folds: deduplicated blocks: the trace contains only one of several equal blocks. Boundary indices count the
             operators of all blocks.
-        send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
+        send_cost: cost of one sent byte in FLOPs, added to both the sending and the receiving stage.
         tail: operators that run on the last stage after all microbatches.
     """
     nodes = active_operators(graph)
@@ -66,7 +66,7 @@ def find_partition(
         begins: operator indices at which a stage must begin.
         inside: operator indices at which no stage may begin.
         folds: deduplicated blocks of the trace, each of which represents several equal blocks.
-        send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
+        send_cost: cost of one sent byte in FLOPs, added to both the sending and the receiving stage.
         tail: operators that run on the last stage after all microbatches. No other stage waits for them.
     """
     order, sent = full_model_indices(nodes, folds), boundary_bytes(nodes, tail)

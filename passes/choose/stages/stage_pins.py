@@ -43,7 +43,7 @@ def pinned_partition(
 
     Args:
         folds: deduplicated blocks of the trace (each represents several), used if there are no stage pins.
-        send_cost: FLOPs that one sent byte counts as, for each of the two stages of a boundary.
+        send_cost: cost of one sent byte in FLOPs, added to both the sending and the receiving stage.
         tail: operators that run on the last stage after all microbatches.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
@@ -106,7 +106,7 @@ def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[t
 
 
 def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
-    """Return the smallest of the indices in `positions`. Raise StageError if no stage can begin at it."""
+    """Return the first operator index in `positions`. Raise StageError if no stage can begin at it."""
     first = min(positions)
     why = "the model begins with it: a stage would be empty" if first == 0 else ""
     if boundary_bytes(nodes)[first] == float("inf"):

@@ -111,7 +111,7 @@ def storable_placements(sizes: Sequence[int], axis: str, ranks: int, others: Lay
 def stored_tensors(
     trace: Trace, decisions: Decisions, readers: Mapping[str, set[int]], axes: Sequence[str]
 ) -> dict[str, StoredTensor]:
-    """Return {parameter: how it is stored}, which all programs of one plan share.
+    """Return {parameter: how it is stored}. All programs of one plan share it.
 
     The gradient of a parameter is a partial sum on the batch axes over which the parameter is replicated, and on axes
     with the placement `R(grad P)`.

@@ -1,4 +1,4 @@
-"""Local form of dropout: each rank draws the mask of its shard."""
+"""Dropout in the program of one rank (local form): each rank draws the mask of its shard."""
 
 from __future__ import annotations
 

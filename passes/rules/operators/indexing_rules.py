@@ -29,7 +29,7 @@ def gather(node: fx.Node) -> Pattern | None:
 
 
 def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a rule of scatter operators: a function that returns the pattern of a call.
+    """Return a function that derives the sharding rule (`Pattern`) of a scatter call.
 
     The indexed dim cannot be sharded. All other dims can be sharded if they have the same size in the index and the
     tensor.
@@ -98,7 +98,7 @@ def index_write(node: fx.Node) -> Pattern | None:
 def _factors_along(
     node: fx.Node, dims: list[Dim], at: int, index: fx.Node
 ) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
-    """Return the parts of the rule of a call that indexes along one dim, such as `index_select`.
+    """Return the components of the sharding rule of a call that indexes along one dim (`index_select`).
 
     Args:
         dims: dims of the first operand.
@@ -145,7 +145,7 @@ def index_put(node: fx.Node) -> Pattern | None:
 
 
 def _index_factors(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
-    """Return the parts of the rule of a call with several index tensors; None if an index is a mask.
+    """Return the components of the sharding rule of a call with several indices; None if one is a mask.
 
     Returns:
         (dims of the tensor, dims of each index, dims of the result, factors that cannot be sharded, options for

@@ -19,7 +19,7 @@ def is_tagged_pointwise(node: fx.Node) -> bool:
 
 
 def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a rule of elementwise operators: a function that returns the pattern of a call.
+    """Return a function that derives the sharding rule (`Pattern`) of an elementwise call.
 
     The function returns None for overloads that reduce (`max(x)`).
 

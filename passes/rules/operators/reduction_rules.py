@@ -91,7 +91,7 @@ def half_spectrum(node: fx.Node) -> Pattern:
 
 
 def along_dim(name: str, linear: bool = False) -> Callable[[fx.Node], Pattern]:
-    """Return a rule of operators such as `softmax`, as a function that returns the pattern of a call.
+    """Return a function that derives the sharding rule (`Pattern`) of a call such as `softmax`.
 
     Such an operator works along dims that cannot be sharded, and its output has the shape of the input.
 

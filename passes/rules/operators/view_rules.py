@@ -93,7 +93,7 @@ def expand(node: fx.Node) -> Pattern:
 
 
 def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
-    """Return a rule of operators that reorder dims, as a function that returns the pattern of a call.
+    """Return a function that derives the sharding rule (`Pattern`) of a call that reorders dims.
 
     Args:
         order: `order(node, ndim)` lists the input dim of every output dim.
