@@ -1,4 +1,4 @@
-"""Helpers for sharding rules that are written as Python functions of a call.
+"""Helpers for sharding rules that are Python functions of an operator's call.
 
 A factor is a named divisor of a dim's size (`notation.py`): a dim of 12 heads with 64 features has the factors 12 and
 64.

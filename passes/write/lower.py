@@ -76,7 +76,7 @@ def lower(
         whole_outputs: True for a call: outputs are gathered over the batch axes. False for a training step: outputs
             keep their placement. For example, the loss stays a partial sum, which the step reduces once.
         rng: "exact" draws the random numbers of a single device, "fast" draws dropout noise on each rank.
-        beside: additional outputs, which come after `outputs` and are always gathered.
+        beside: additional outputs, listed after `outputs`. They are always gathered over the batch axes.
         local_rows: True to return to each data-parallel rank only its own samples of a gathered output.
     """
     writer = _Writer(trace, decisions, rng, local_rows)

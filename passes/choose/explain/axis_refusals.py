@@ -30,9 +30,9 @@ def _looped_expert_products(trace: Trace) -> list[fx.Node]:
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
-    """Return notes for the user on experts that an expert axis cannot shard.
+    """Return notes for the user on experts that a Python loop calls one by one.
 
-    The reason is that a Python loop calls these experts one by one.
+    An expert axis cannot shard such experts.
     """
     axes, looped = mesh.along("experts"), _looped_expert_products(trace)
     if not axes or not looped:

@@ -76,14 +76,14 @@ class AxisConstraints:
         operators: {operator: its pins}.
         variants: {repeated block: its pins}. Equal blocks get one layout only if their pins are equal too. The key of
             a block is `BlockPosition.block`.
-        factors: {operator: {factor: its sharding over each earlier axis that shards it}}. A factor is a letter of
+        factors: {operator: {factor: its sharding over each solved axis that shards it}}. A factor is a letter of
             the operator's sharding rule, such as `b` of `b s k, n k -> b s n`.
-        dims: {parameter: {dim: number of its shards over earlier axes}}.
+        dims: {parameter: {dim: number of its shards over solved axes}}.
         ranks: size of this axis.
         context: the option `context=`, which restricts the attention strategies on this axis.
         stacks: mixtures of experts whose experts this axis may shard (`expert_axes.py`), even if other axes shard
             them.
-        before: {operator: its (strategy, size of the axis) on each earlier axis}.
+        before: {operator: its (strategy, size of the axis) on each solved axis}.
     """
 
     axis: str = ""

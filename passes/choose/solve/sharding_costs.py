@@ -202,7 +202,7 @@ class ShardingCosts:
         return _DIVIDE_FIRST * self.scale * price.undivided + price.seconds
 
     def bytes(self, node: fx.Node) -> float:
-        """Return the bytes that one microbatch of a value takes on one rank before this axis shards it."""
+        """Return the bytes of one microbatch of a value on one rank, if this axis does not shard it."""
         parts = math.prod(ranks for place, ranks in self._others(node) if place.is_partitioned)
         return size_bytes(node) / _row_shards(node, self.step) / parts
 

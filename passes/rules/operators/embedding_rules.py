@@ -89,7 +89,7 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
-    """Emit the grouped product of tokens with the local experts. None if experts are not sharded.
+    """Emit the grouped product of tokens with the local experts. Return None if experts are not sharded.
 
     If rows are not dispatched, the result is zero for rows whose expert is on another rank.
     """
@@ -100,7 +100,7 @@ def expert_linear(call: LocalCall) -> fx.Node | None:
 
 
 def to_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the dispatch: each rank gets the tokens of its experts. None if experts are not sharded."""
+    """Emit the MoE dispatch: each rank gets its experts' tokens. Return None if experts are not sharded."""
     axes = _dispatch_axes(call, call.output_layout())
     x, expert, times, num_experts = call.args[:4]
     if axes.selected:
@@ -115,7 +115,7 @@ def to_experts(call: LocalCall) -> fx.Node | None:
 
 
 def from_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the combine: each token gets the sum of its experts' outputs.
+    """Emit the MoE combine: each token gets the sum of its experts' outputs.
 
     Return None if experts are not sharded.
     """

@@ -36,7 +36,7 @@ def group_norm(node: fx.Node) -> Pattern:
 def batch_norm(node: fx.Node) -> Pattern | None:
     """Return the rule of `batch_norm` in eval mode: all dims can be sharded.
 
-    None in training mode, because a pass decomposes the operator. None for an empty input without channels.
+    None in training mode, because a pass decomposes the operator, and for an empty input without channels.
     """
     inputs = tensor_inputs(node)
     dims = names(len(shape(inputs[0])))
