@@ -37,7 +37,7 @@ def stage_arguments(
 
     Args:
         values: outputs of the stage's prologue (the graph that computes masks and positions) for the global batch.
-        num_runs: number of runs of the stage graph per call: once per microbatch, or once (`Program.runs_of`).
+        num_runs: runs of the stage graph per call: the number of microbatches, or 1 (`Program.runs_of`).
     """
     per_microbatch: list[Arguments] = [{} for _ in range(num_runs)]
     for stage_input, value in zip(inputs, values, strict=True):

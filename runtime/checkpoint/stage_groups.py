@@ -52,13 +52,13 @@ def save_by_names(call: Callable[[], Any], names: Names, optimizers: Iterable[Op
 
 
 def with_all_stages(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return groups to which the names of all stages are added when torch replaces indices by names."""
+    """Return groups that add the names of all stages' parameters when torch replaces indices by names."""
     names = _names_of_all_stages(optimizer)
     return list(groups) if names is None else [StageGroup(*pair) for pair in zip(groups, names, strict=True)]
 
 
 def _names_of_all_stages(optimizer: Optimizer) -> list[list[str]] | None:
-    """Return the names of each group's parameters, or None if they were not exchanged."""
+    """Return the names of each group's parameters; None if the stages have not exchanged names."""
     names = _GROUP_NAMES.get(optimizer)
     return names if names is not None and len(names) == len(optimizer.param_groups) else None
 

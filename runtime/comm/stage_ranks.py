@@ -49,7 +49,7 @@ def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
 
 
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
-    """Return the `pp` coordinates of the stages that use a tensor, first stage first, without repetition."""
+    """Return the distinct `pp` coordinates of the stages that use a tensor, first stage first."""
     num_stages, pp = program.num_stages, program.mesh.size("pp")
     coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(coordinates))

@@ -33,7 +33,7 @@ class UnshardStrategy(Protocol):
         """Wait for the all-gather, and return the unsharded parameters."""
 
     def reshard(self) -> None:
-        """Free the unsharded parameters. It is called when the current backward needs them no more."""
+        """Free the unsharded parameters, when the current backward no longer needs them."""
 
 
 class ParamBucket:

@@ -132,7 +132,7 @@ class ReductionQueue:
             pending: handle that receives the reduced gradients.
             reduction: the reduction.
             max_in_flight: maximum number of buffers in flight, including the buffer of this reduction.
-            small_bytes: more buffers than that may be in flight if their total size is at most `small_bytes`.
+            small_bytes: more than `max_in_flight` buffers may be in flight if their total bytes are at most this.
         """
         self.first, self.further = (
             [one for one in row if one.reduction is not None and one is not pending]
