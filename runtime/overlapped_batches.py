@@ -119,7 +119,9 @@ class FlushMethods:
         Example:
             for batch in batches:
                 loss = pm.step(**batch)  # of the previous batch: NaN, and no gradient, in the first step
-                optimizer.step() optimizer.zero_grad()
-            loss = pm.flush() optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = pm.flush()
+            optimizer.step()
         """
         return self._in_flight.flush()

@@ -58,7 +58,7 @@ def with_all_stages(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -
 
 
 def _names_of_all_stages(optimizer: Optimizer) -> list[list[str]] | None:
-    """Return the names of each group's parameters; None if the stages have not exchanged names."""
+    """Return the names of each group's parameters; None if names were not exchanged for these groups."""
     names = _GROUP_NAMES.get(optimizer)
     return names if names is not None and len(names) == len(optimizer.param_groups) else None
 

@@ -126,7 +126,7 @@ def random_states(device: torch.device) -> dict[torch.device, Tensor]:
 
 @contextmanager
 def restored(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
-    """Context manager that begins with earlier random states."""
+    """Context manager that sets generators to `states` at its start, and does not reset them."""
     for on, state in states.items():
         set_state(state, on)
     yield

@@ -100,8 +100,7 @@ class ComparedCall:
         """Return numbers with which ranks compare the values of the inputs `names`.
 
         The first number is a hash of the integer inputs, and must be equal on all ranks. The other numbers are sums of
-        projections of the floating-point inputs, and may differ by the
-        tolerance `slack`.
+        projections of the floating-point inputs, and may differ by the tolerance `slack`.
         """
         whole = {name: number for name, number in self.integer_checksums.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()

@@ -1,4 +1,4 @@
 """Optimizers for partitioned models.
 
-`pm.optimizer` runs optimizers that need full matrices, such as Muon. Checks refuse optimizers that would compute
-something else on shards."""
+`pm.optimizer` runs optimizers that need full matrices, such as Muon. Checks reject optimizers whose updates
+would be wrong on shards."""

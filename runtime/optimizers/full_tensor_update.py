@@ -56,7 +56,7 @@ class SharedEntry:
 
 
 class FullTensorUpdate:
-    """Optimizer steps of one rank, which updates the full tensors that it owns, and shards of others.
+    """Optimizer steps of a rank: on full tensors that it owns, and on shards of parameters not in `full`.
 
     Args:
         tensors: all parameters on this rank.

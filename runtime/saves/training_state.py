@@ -116,7 +116,8 @@ def of_data_rank(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
 def of_all_data_ranks(entry: SavedEntry, shard_info: ShardInfo) -> Tensor:
     """Return the tensor that receives a saved result of `of_data_rank`.
 
-    It receives the parts of all data ranks if this module has another number of them. Each rank then loads the mean.
+    If the save has another number of data ranks than this module, the tensor receives the values of all saved data
+    ranks, and each rank loads their mean.
     """
     process, place, num_saved = shard_info.process, shard_offsets_of(shard_info), entry.shape[0]
     assert place.spans is not None
