@@ -256,7 +256,7 @@ class LayerProxy(ModuleProxy):
 class ContainerProxy(LayerProxy):
     """Layer of a partitioned model whose original is a container, such as `nn.Sequential`.
 
-    Other layers must not have these methods, because code such as `isinstance(layer, Iterable)` distinguishes both.
+    Other layers must not have container methods, because code tests for them, as in `isinstance(layer, Iterable)`.
     """
 
     def __getitem__(self, index: Any) -> Any:

@@ -103,7 +103,7 @@ def report_nonfinite(found: str, origins: str, options: StepOptions, process: Pr
 class OriginSearch(TorchDispatchMode):
     """Dispatch mode that finds the first operator whose result has NaN, or new infinity.
 
-    It covers forward and backward, but no uninitialized memory and no collectives. Operators are named by their nodes
+    It covers forward and backward, but ignores uninitialized memory and collectives. Operators are named by their nodes
     in `graphs`, and in the graphs that these call.
     """
 
