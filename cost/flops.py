@@ -55,7 +55,7 @@ def counted_flops(node: fx.Node) -> int:
 def _known(node: fx.Node) -> Any:
     """Return the traced value of a node, or 0 for a node without one.
 
-    Integers that differ by rank have no traced value. Shapes do not depend on them.
+    Integers that differ by rank have no traced value. FLOPs do not depend on these integers, so 0 stands in.
     """
     return 0 if value(node) is None else value(node)
 

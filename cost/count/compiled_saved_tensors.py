@@ -132,7 +132,8 @@ class _Compiled:
         """Find values that fusible operators read again after an unfusible operator has run.
 
         Such a value is materialised. As in torch, the backward does not recompute the outputs of the operators that
-        read the value again. Returns {buffer of such a value: False, buffer of such an output: True}.
+        read the value again. Returns {buffer: True if it must not be recomputed}, with the buffers of these values
+        (False) and of these outputs (True).
         """
         far: dict[MemoryBuffer, bool] = {}
         for memory, users in self.users.items():
@@ -257,8 +258,8 @@ class _Compiled:
     def _replacements(self) -> dict[MemoryBuffer, MemoryBuffer]:
         """Return {buffer of the eager graph: the buffer that takes its place in the compiled graph}.
 
-        A buffer that is not materialised is replaced by one of 0 bytes. A cast weight that is saved is replaced by a
-        buffer that the backward does not cast again.
+        A buffer that no kernel writes to memory is replaced by one of 0 bytes. A cast weight that is saved is replaced
+        by a buffer that the backward does not cast again.
         """
         outputs = (self.eager.values[node] for node in self.eager.outputs if isinstance(node, fx.Node))
         sent = {memory for output in outputs for memory in memories(output)}

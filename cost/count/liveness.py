@@ -83,7 +83,7 @@ def backward_steps(walk: Liveness, alive: Set[fx.Node]) -> Iterator[Backward]:
 
     Args:
         walk: liveness analysis of the stage.
-        alive: nodes that a gradient flows through.
+        alive: nodes through which a gradient flows.
     """
     calls = [node for node in walk.values if node in alive and node.op == "call_function"]
     inputs = {node: walk.towards(node) for node in reversed(calls)}

@@ -108,8 +108,8 @@ class _Counter:
     def _gradient_additions(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
         """Return the kernels that add up the gradients of values with several consumers.
 
-        An addition counts at each node whose input an earlier node uses too. Compiled graphs fuse the additions into
-        other kernels, so this function is for eager mode only.
+        An addition counts at a node for each of its inputs that an earlier node uses too. Compiled graphs fuse the
+        additions into other kernels, so this function is for eager mode only.
 
         Args:
             read: values that earlier nodes use. The inputs of this node are added.
@@ -126,7 +126,7 @@ class _Counter:
         return tuple(works)
 
     def fused(self, operators: Sequence[OperatorWork]) -> list[OperatorWork]:
-        """Replace every chain of consecutive operators without matrix products and collectives by one kernel."""
+        """Replace consecutive operators between matrix products or collectives by one fused kernel."""
         fused, chain = [], list[OperatorWork]()
         ends: tuple[OperatorWork | None, ...] = (*operators, None)
         for one in ends:
@@ -335,7 +335,7 @@ class _Counter:
         return Size.of(float(self.walk.values[query].form.shape[-1]), Exponents())
 
     def _row(self, node: fx.Node) -> int:
-        """Return the number of elements in a row of a node's local matrix; 0 if its value is not a matrix."""
+        """Return the last dim's size of a node's local value; 0 if the value has fewer than two dims."""
         found = self.walk.values[node]
         return found.form.shape[-1] if isinstance(found, LocalValue) and len(found.form.shape) > 1 else 0
 
@@ -360,7 +360,7 @@ class _Counter:
         return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
     def _depth(self, product: fx.Node, flops: Size) -> Size:
-        """Return the inner dim of a matrix product: `k` of a product [m, k] x [k, n].
+        """Return the inner dim of a matrix product, the `k` of [m, k] x [k, n], as a `Size`.
 
         Returns `NOTHING` if the inner dim is the batch or the sequence, as in the gradient of a weight.
 

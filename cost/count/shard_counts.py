@@ -1,4 +1,4 @@
-"""Numbers of heads, experts or features that a program's layouts shard over an axis.
+"""Numbers of heads, experts or features that are sharded over an axis: the limit of its ranks.
 
 On an axis with more ranks than heads, experts or features, some ranks would have no shard.
 """

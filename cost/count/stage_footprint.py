@@ -33,7 +33,7 @@ class MemoryBuffer:
     """A memory buffer on one rank.
 
     Args:
-        lives: True if the buffer exists before and after a microbatch, such as the buffer of a parameter.
+        lives: True if the buffer is persistent: it exists before and after a microbatch, such as a parameter's.
         made_by: the node that allocates it.
         again: True for a gathered or cast weight. Such a buffer is not saved for backward. A backward that reads the
             weight gathers or casts the weight again.
@@ -316,7 +316,7 @@ class Liveness:
         return {region: nodes for region, nodes in by_region.items() if any(node in alive for node in nodes)}
 
     def towards(self, node: fx.Node) -> list[fx.Node]:
-        """Return those inputs of a node that need a gradient."""
+        """Return the inputs of a node that need a gradient."""
         return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
 
     def read_by(self, nodes: Sequence[fx.Node]) -> list[MemoryBuffer]:

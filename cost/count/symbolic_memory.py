@@ -160,7 +160,8 @@ class SymbolicMemory:
             one: FLOPs, bytes and collectives of the operator.
             is_place: True if a stage may begin at this operator.
             load: FLOPs that the operator adds to the load of its stage.
-            prologue_names: {name of a prologue buffer in the stage: its name in the table}.
+            prologue_names: {name of a buffer in the stage: its name in the table}, for buffers that the stage computes
+                once, before the microbatches, such as masks.
         """
         works = {part: part_works for part in PARTS if (part_works := getattr(one, part))}
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
@@ -267,7 +268,7 @@ class SymbolicMemory:
         return beyond, after
 
     def _received_of(self, node: fx.Node) -> Size:
-        """Return the bytes of the received values that an operator saves and no earlier operator saves."""
+        """Return the bytes of values from the previous stage that this operator is the first to save."""
         return Size.sum(self.size(memory) for memory in self.saved.get(node, ()) if memory.lives)
 
     def _split_backward_bytes(self) -> dict[fx.Node, Size]:

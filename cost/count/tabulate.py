@@ -65,8 +65,8 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
 
     Args:
         walks: liveness analysis of every stage.
-        blocks: for each list of blocks, the traced block that represents each block of the model. Empty if each traced
-            block represents only itself.
+        blocks: {module path of a list of blocks: for each block of the model, the index of the traced block that
+            represents it}. Empty if each traced block represents only itself.
         fused: True to count each chain of fusible operators as one kernel, as a compiler emits it.
 
     Raises BlocksNotContiguous if the operators of two blocks are interleaved.
@@ -279,6 +279,8 @@ def _reduced_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:
 
 def _zero3_axes(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, ...]:
     """Return the axes over which ZeRO-3 would shard a parameter if all mesh axes had several ranks.
+
+    The cost table also serves other meshes, on which more axes have several ranks.
 
     Args:
         is_stored: True if this program shards parameters with ZeRO-3.

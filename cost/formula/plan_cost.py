@@ -283,7 +283,7 @@ class Cost(dict[str, Any]):
                 )  # fmt: skip
 
     def _notes(self, mesh: Mesh, sizes: Mapping[str, float]) -> tuple[str, ...]:
-        """Return a note if a plan with this mesh and these sizes might have other layouts."""
+        """Return a note if a new plan for this mesh and these sizes might have other layouts."""
         plan, plan_mesh = self._plan, self._plan.mesh_object()
         plan_sizes = {"b": self.table.b, "s": self.table.s, "m": plan.schedule.microbatches}
         ranks = {

@@ -361,7 +361,7 @@ class Formula:
         return _exact(sum(float(one.method.state_bytes(one, self.over[1])) for one in self.methods))
 
     def _gathered(self) -> sympy.Expr:
-        """Return the bytes of the unsharded parameters that ZeRO 1 and 2 keep for a step.
+        """Return the bytes of unsharded parameters that ZeRO 1 and 2 keep in memory for a step.
 
         With ZeRO 1, the bytes of unsharded gradients are included.
         """
@@ -407,7 +407,7 @@ class Formula:
 
 
 def _minimum(*of: sympy.Expr) -> sympy.Expr:
-    """Return a minimum that sympy does not simplify, because simplifying a minimum of long sums is slow."""
+    """Return an unevaluated sympy minimum, because simplifying a minimum of long sums is slow."""
     return sympy.Min(*of, evaluate=False)
 
 

@@ -22,8 +22,8 @@ class CommParameter(NamedTuple):
     Args:
         part_bytes: the shard that a rank stores.
         whole_bytes: the full parameter, in the compute dtype.
-        read: bytes in the compute dtype per byte stored.
-        summed: bytes of the reduced gradient per byte stored.
+        read: bytes of the parameter in the compute dtype, per byte in its stored dtype.
+        summed: bytes of the gradient in the reduction dtype, per byte of the parameter in its stored dtype.
         kind: grouping key. Only parameters with equal keys share a bucket.
         in_order: True if the full parameter is its shards concatenated.
         is_summed: True if a collective reduces its gradient over at least one axis.

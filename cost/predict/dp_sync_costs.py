@@ -46,8 +46,8 @@ def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) 
     Args:
         of: the method and the sizes of its parameters, which may be sympy expressions.
         num_ranks: number of data-parallel ranks, which may be a sympy expression.
-        several: number of ranks as an integer, if `num_ranks` is an expression. It determines a rank's number of
-            neighbours.
+        several: number of ranks as an integer, if `num_ranks` is an expression. It sets the number of neighbours with
+            which a rank of a gossip method communicates.
     """
     if num_ranks == 1:
         return []
@@ -116,7 +116,7 @@ def exact_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardwar
     """Return the seconds per step of an exact gradient reduction, for comparison with a `dp_sync` method.
 
     Args:
-        of: the method and the sizes of its parameters.
+        of: the `dp_sync` method and the sizes of its parameters.
         stride: distance in ranks between neighbouring data-parallel ranks.
         kind: the collective that reduces the gradients.
     """

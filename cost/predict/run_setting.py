@@ -93,6 +93,11 @@ class RunSetting:
         return self.system is not None and self.system.host_waits
 
     def shown_share(self, axis: str, kind: str) -> float:
-        """Return the share of a collective of the model that does not overlap with compute."""
+        """Return the share of a collective's seconds that does not overlap with compute.
+
+        Args:
+            axis: mesh axis of the collective.
+            kind: name of the collective, such as "all_gather".
+        """
         is_tensor = axis == self.mesh.tensor_axis and kind in ("all_gather", "reduce_scatter")
         return 1 - self.system.overlap_tensor if is_tensor and self.system is not None else 1.0

@@ -17,7 +17,7 @@ class BoundaryBytes(NamedTuple):
     """Bytes of the values that one rank sends to the next stage in a microbatch.
 
     Args:
-        whole: bytes of all values.
+        whole: bytes of all values, each sent in full.
         alike: bytes of the values that can be sent as shards because they are replicated over the feature axes
             (`autopart.ir.run.scatter_gather_sends`).
     """

@@ -65,7 +65,7 @@ def balance(
     begins: Set[int] = frozenset(),
     send_cost: float = 0.0,
 ) -> Partition | None:
-    """Return an even partition that sends little and whose slowest stage is nearly as fast as possible.
+    """Return an even partition that sends little, and whose slowest stage is nearly as fast as possible.
 
     The time of a stage is its load plus `send_cost` times the bytes that it receives and sends. The largest stage load
     is at most `MAX_IMBALANCE` above the least possible largest load. Under this limit, the function computes the least

@@ -129,7 +129,7 @@ class Table:
 
     @cached_property
     def dtype(self) -> str:
-        """Dtype that most matrix FLOPs of the forward have; "" without matrix products."""
+        """Dtype of most matrix FLOPs of the forward; "" without matrix products."""
         forward = ((work, count) for (part, work), count in self.counts.items() if part == "forward")
         flops = flops_by_dtype(forward)
         return max(flops, key=lambda dtype: flops[dtype], default="")
@@ -185,7 +185,7 @@ class TableCost:
 
     @cached_property
     def host(self) -> HostRates:
-        """Seconds of the CPU to issue a kernel and a collective."""
+        """Seconds that the CPU needs to issue a kernel and a collective."""
         return HostRates.of(self.hardware, self.setting.system, self.setting.compiled, self.mesh)
 
     def _host(self, often: Mapping[int, int]) -> dict[str, float]:
@@ -292,11 +292,14 @@ class TableCost:
         return self.table.parameters[name].cut and self.setting.zero > 0
 
     def is_sent_whole(self, name: str) -> bool:
-        """Return True if a `dp_sync` method receives the unsharded gradient of a sharded parameter (ZeRO 1)."""
+        """Return True if a `dp_sync` method receives the full gradient of a parameter that ZeRO 1 shards."""
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
-        """Return the axis over which a `dp_sync` method synchronizes a gradient; () if it is all-reduced."""
+        """Return, as a tuple, the axis on which a `dp_sync` method replaces the all-reduce of a gradient.
+
+        Returns () if no method does, or if no axis shards the batch. `name` is the parameter's name in the table.
+        """
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
     def _zero_axis(self, name: str) -> str:
@@ -456,7 +459,7 @@ class TableCost:
 
         Args:
             parameters: {parameter of the rank: its name in the table}.
-            everywhere: for each `pp` coordinate, the names of its rank's parameters.
+            everywhere: for each `pp` coordinate, the names of the parameters that its rank stores.
         """
         sums = self._reduced_bytes(parameters, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware, bucket_bytes=self.setting.bucket_bytes)

@@ -95,7 +95,7 @@ class _OrderEntry(NamedTuple):
 
 
 def _are_equivalent(order: Sequence[_OrderEntry], fold: DeduplicatedBlock) -> bool:
-    """Return True if a deduplicated block has the same rows as its neighbours in the trace.
+    """Return True if a deduplicated block has the same rows as the blocks next to it in the trace.
 
     Args:
         order: the operators of the table.

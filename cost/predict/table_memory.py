@@ -48,7 +48,7 @@ class ParameterUses(NamedTuple):
         opened: index of the operator before whose backward it is gathered. This is `last`, or the last operator of the
             recomputed region that contains operator `last`.
         again: True if the operators are recomputed in backward.
-        kept: True if their backward reads it.
+        kept: True if the backward of the operators reads it.
         trained: True if it gets a gradient.
     """
 
@@ -78,7 +78,8 @@ class _Stage(NamedTuple):
         traffic: buffers of collectives that overlap with the compute of the stage.
         received: bytes per microbatch that the stage receives from the previous stage.
         prologue: bytes of values that depend only on the model's inputs, so that they are computed once per call.
-        is_recomputed: True if some operators of the stage are recomputed. Its backward is then never split.
+        is_recomputed: True if some operators of the stage are recomputed. The runtime then never splits its
+            backward into input backward and weight backward.
     """
 
     bytes: StageBytes
@@ -126,7 +127,7 @@ def _rank(
 
 
 def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Action, ...]:
-    """Replace split backwards by full backwards, for stages whose backward the runtime never splits.
+    """Replace split backwards (input, weight) by full ones, in stages that the runtime never splits.
 
     Args:
         order: the actions of a rank.
@@ -244,7 +245,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the index of the last operator of its recomputed region.
 
-    An operator outside of regions gets the last index of the next region.
+    An operator outside of regions gets the index at which the next region ends.
     """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
@@ -262,8 +263,7 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
 
     Args:
         order: the operators, in the format of `Table.order`.
-        others_beside: True if equal blocks run before and after these operators. The weights of these blocks are then
-            prefetched.
+        others_beside: True if equal blocks run before and after these operators, so that their weights are prefetched.
     """
     if not order:
         return StageBytes(0, 0, 0, 0, 0, 0), StageCommBuffers()

@@ -385,7 +385,7 @@ class _EventSimulation:
         return tuple(map(tuple, self.spans))
 
     def _advance(self, rank: int) -> list[int]:
-        """Run all actions that a rank can run now. Return the ranks that waited for a result of these actions."""
+        """Run all actions that a rank can run now. Return the ranks that waited for results of these actions."""
         order, spans, unsent = self.orders[rank], self.spans[rank], self.unsent[rank]
         clock = spans[-1].end_s if spans else 0.0
         woken: list[int] = []
@@ -437,12 +437,12 @@ class _EventSimulation:
         return received if received is not None and received not in self.sent else None
 
     def _tied_backwards(self, action: Action) -> list[_Result]:
-        """Return the backwards on other ranks that must end before gradients of tied parameters are reduced."""
+        """Return the backwards on other ranks that must end before this one's tied gradients are reduced."""
         others = {rank for group in self.durations.tied if action.stage in group for rank in group}
         return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
 
     def _wake_tied(self, result: _Result) -> list[int]:
-        """Return the ranks that waited for this backward to reduce gradients of tied parameters.
+        """Return the ranks that waited for this backward, in order to reduce gradients of tied parameters.
 
         The ranks are removed from `waiting`.
         """

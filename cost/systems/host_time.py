@@ -20,9 +20,9 @@ class HostRates(NamedTuple):
     """Seconds of the CPU to issue a kernel and a collective.
 
     Args:
-        operator_s: of a kernel.
-        collective_s: of a collective.
-        collective_rank_s: of a collective, in addition, per rank of its group.
+        operator_s: seconds per kernel.
+        collective_s: seconds per collective.
+        collective_rank_s: additional seconds per collective and rank of its group.
     """
 
     operator_s: float
@@ -67,7 +67,7 @@ def host_notes(parts_s: Mapping[str, float], step_time_s: float, settings: Mappi
 
     Args:
         parts_s: {kind of work: seconds} of the busiest rank.
-        settings: {option: size} of what could be changed: `tp`, `microbatches`.
+        settings: {option: value} of the options that could be changed: `tp`, `microbatches`.
     """
     waits_s = parts_s.get("host", 0.0)
     if waits_s <= LIMITS * step_time_s:

@@ -16,7 +16,7 @@ class LikelyRange(NamedTuple):
 
     Args:
         kind: the kind of plan (`kind_of_plan`).
-        rows: number of published runs of this kind. No constant was chosen by them.
+        rows: number of published runs of this kind. No constant of the cost model was fitted to these runs.
         low_s, high_s: seconds of a step. Four of five measured times were between them.
     """
 
@@ -27,7 +27,7 @@ class LikelyRange(NamedTuple):
 
 
 def kind_of_plan(num_ranks: int, pp: int, waits_for_cpu: bool) -> str:
-    """Return the kind of a plan: what its errors depend on most.
+    """Return the kind of a plan, on which the error of its predicted step time depends most.
 
     >>> kind_of_plan(64, 4, False)
     'several nodes, pipeline'
