@@ -177,20 +177,22 @@ class Executable:
         random = random_states(self.process.device) if options.locate else {}
         with defer_hooks(self.parameters) as hooks:
             runs, found = self._run(inputs, options, hooks, comparison, scaling)
+            origins = ""
             if found and options.locate:
                 graphs = [graph for module in self.modules for graph in module.graphs()]
                 with searching(graphs) as search, restored(random):
                     self._run(inputs, options, hooks, comparison, scaling)
-        if found:
-            origins = ""
-            if options.locate:
                 given = dict(zip(self.program.input_names, inputs, strict=True))
                 origins = origins_on_all_ranks(search.origin, {**given, **self.parameters}, self.process)
+        if found:
             report_nonfinite(found, origins, options, self.process)
+            if not self.unreduced.is_open:
+                self.unreduced.finish()  # earlier batches may have left partial gradients
         if scaling is not None and scaling.overflowed:
             for parameter in self.parameters.values():
                 parameter.grad = None
-        hooks.run_accumulate_hooks()
+        if not found:
+            hooks.run_accumulate_hooks()
         loss = self._global_loss([loss for loss, *_ in runs])
         other_outputs = self.program.outputs[1:]
         outputs = self._merge_on_all_ranks(runs) if any(o.position is not None for o in other_outputs) else []

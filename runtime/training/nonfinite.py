@@ -50,7 +50,7 @@ def bad_entries(value: Any) -> str:
 @torch.no_grad()
 def all_finite(values: Iterable[Tensor], process: Process) -> bool:
     """Return True if the values of all ranks are finite. A collective call."""
-    largest = [torch.linalg.vector_norm(_dense(value), float("inf")) for value in values if value.numel()]
+    largest = [torch.linalg.vector_norm(value, float("inf")) for value in map(_dense, values) if value.numel()]
     finite = not largest or bool(torch.stack([norm.isfinite() for norm in largest]).all())
     infinite = torch.tensor(0.0 if finite else 1.0)
     reduce_over_all(infinite, dist.ReduceOp.MAX, process)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.errors import InputError, NonFiniteError, UsageError
+from autopart.runtime.training.nonfinite import all_finite
 
 
 class Rooted(nn.Module):
@@ -129,6 +130,22 @@ def test_a_batch_is_skipped_inside_no_sync():
     dist.run_ranks(skips_without_sync, 2)
 
 
+def test_a_skipped_batch_ends_no_sync():
+    dist.run_ranks(skips_after_no_sync, 2)
+
+
+def skips_after_no_sync():
+    """The last of two accumulated batches is skipped: the gradients of the first are still reduced."""
+    model = Rooted().double()
+    pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch())
+    with pm.no_sync():
+        pm.step(**batch())
+    pm.step(**batch(-1.0), on_nonfinite="skip")
+    model(**batch())["loss"].backward()
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, model.get_parameter(name).grad, atol=1e-10, rtol=0)
+
+
 def draws(rng):
     pm = autopart.parallelize(Drawn().double(), "dp2", rng=rng, example_kwargs={"x": torch.ones(8, 32).double()})
     torch.manual_seed(5)
@@ -148,6 +165,17 @@ def test_the_search_draws_the_same_numbers(rng):
     assert "computes nan from infinities, which log at test_nonfinite.py:41 computes\n" in text
 
 
+def test_a_skipped_batch_runs_no_hook():
+    pm = autopart.parallelize(Rooted().double(), "dp1", example_kwargs=batch())
+    calls = []
+    for parameter in pm.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    pm.step(**batch())
+    num_calls = len(calls)
+    pm.step(**batch(-1.0), on_nonfinite="skip")
+    assert len(calls) == num_calls > 0
+
+
 def test_one_rank_needs_no_processes():
     pm = autopart.parallelize(Rooted().double(), "dp1", example_kwargs=batch())
     with pytest.raises(NonFiniteError, match=r"try    step\(\.\.\., locate=True\) names the operator"):
@@ -158,6 +186,13 @@ def test_one_rank_needs_no_processes():
         pm.step(**batch(), on_nonfinite="drop")
     with pytest.raises(InputError, match="locate=1 is neither True nor False"):
         pm.step(**batch(), locate=1)
+
+
+def test_sparse_gradients_may_be_empty():
+    process = autopart.parallelize(Rooted().double(), "dp1", example_kwargs=batch())._process
+    empty = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (3,))
+    assert all_finite([empty], process)
+    assert not all_finite([empty, torch.tensor([float("nan")]).to_sparse()], process)
 
 
 def test_a_loss_scale_that_is_too_large_is_no_error():
