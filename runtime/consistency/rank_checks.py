@@ -185,9 +185,14 @@ def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(words)}"
 
 
-def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Format one text per rank. Ranks with equal texts are grouped: `ranks 0, 2: dp2; rank 1: tp4`."""
-    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
+def by_rank(texts: Sequence[str], group: dist.ProcessGroup, leaves_out_empty: bool = False) -> str:
+    """Format one text per rank. Ranks with equal texts are grouped: `ranks 0, 2: dp2; rank 1: tp4`.
+
+    Args:
+        leaves_out_empty: True to leave out ranks whose text is empty, instead of showing "none" for them.
+    """
+    shown = [text for text in dict.fromkeys(texts) if text or not leaves_out_empty]
+    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in shown}
     return "; ".join(f"{ranks_text(who, group)}: {text or 'none'}" for text, who in ranks.items())
 
 

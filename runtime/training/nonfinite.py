@@ -21,7 +21,7 @@ from autopart.compat.training_internals import backward_traceback, compiled_from
 from autopart.errors import NonFiniteError
 from autopart.ir.graph import describe
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
-from autopart.runtime.consistency.rank_checks import gather_objects, ranks_text
+from autopart.runtime.consistency.rank_checks import by_rank, gather_objects
 
 if TYPE_CHECKING:
     from autopart.runtime.training.step_options import StepOptions
@@ -210,6 +210,4 @@ def origins_on_all_ranks(origin: str, begins: Mapping[str, Any], process: Proces
     mine = "; ".join(filter(None, (nans or [origin, *bad])[: SHOWN + 1]))
     if process.host_group is None:
         return mine
-    texts = gather_objects(mine, process.host_group)
-    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts if text}
-    return "; ".join(f"{ranks_text(who, process.host_group)}: {text}" for text, who in ranks.items())
+    return by_rank(gather_objects(mine, process.host_group), process.host_group, leaves_out_empty=True)
