@@ -325,7 +325,6 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
     entry.semantics.spent.clear()
     entry.semantics.slices.clear()
     entry.semantics.arrays.clear()
-    entry.semantics.decisions.arrays.clear()
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()
     traced = traceable(entry, entry.apply_function, entry.semantics.to_list)

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +24,9 @@ from autopart.compat.symbolic_shape_internals import expression, fix_size, is_sy
 from autopart.compat.torch_internals import outside_of_tracing
 from autopart.errors import Refusal, TraceError
 from autopart.ir.run.value_guards import ValueCall, ValueGuard, ValueGuards, ValueProgram, shown_value
-from autopart.tracing.python.concrete_constants import READING, UNKNOWN, Call, ConcreteConstants, memory_of, tensors_in
-from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace
+from autopart.tracing.dynamic.numpy_memory import NumpyMemory
+from autopart.tracing.python.concrete_constants import READING, UNKNOWN, Call, ConcreteConstants, tensors_in
+from autopart.tracing.trace_errors import NOT_THE_USERS
 
 _SYMBOLIC = frozenset({"item", "tolist", "__float__"})
 """Functions for whose results a trace has symbols."""
@@ -54,6 +54,7 @@ class InputDecisions:
     """The values of inputs that Python reads in one trace. Each becomes a guard or a symbol.
 
     Args:
+        arrays: records the numpy arrays that Python gets.
         check: called before every read. Raises an exception if the trace must begin again.
 
     Attributes:
@@ -62,29 +63,13 @@ class InputDecisions:
         symbolic: the reads for which Python got a symbol, as {source location: True if it reads floats}.
     """
 
-    def __init__(self, known: ConcreteConstants, check: Callable[[], None]):
-        self.known, self.check = known, check
+    def __init__(self, known: ConcreteConstants, arrays: NumpyMemory, check: Callable[[], None]):
+        self.known, self.arrays, self.check = known, arrays, check
         self.symbolic: dict[Site, bool] = {}
         self.sites: set[Site] = set()
         self._attempts = 0
         self._site_of: dict[str, Site] = {}
         self._guards: dict[Any, ValueGuard] = {}
-        self.arrays: list[tuple[Tensor, np.ndarray, np.ndarray]] = []
-        """(tensor, the array that Python got for it, a copy of the array) of the running trace."""
-
-    def check_arrays(self, tensors: Sequence[Tensor]) -> None:
-        """Raise LostInTrace if Python wrote to the numpy array of one of these tensors.
-
-        In eager torch, an array shares its memory with its tensor.
-        """
-        for tensor, array, before in self.arrays:
-            if any(memory_of(one) == memory_of(tensor) for one in tensors) and not np.array_equal(array, before):
-                raise LostInTrace(
-                    "a tensor is read after Python has written to its numpy array",
-                    "in a trace, the array does not share its memory with the tensor",
-                    "tensor.numpy().copy(), if the tensor shall keep its values; or write to the tensor itself",
-                    Refusal.WRITE,
-                )
 
     @property
     def guards(self) -> ValueGuards:
@@ -111,7 +96,7 @@ class InputDecisions:
             entries = self.read(frame, Tensor.tolist, inputs[0])
             if entries is UNKNOWN:
                 return UNKNOWN
-            self.arrays.append((inputs[0], array := _as_array(inputs[0], entries), array.copy()))
+            self.arrays.add(inputs[0], array := _as_array(inputs[0], entries))
             return array
         if name not in READING or not inputs or not all(map(self.known.is_recorded, inputs)):
             return UNKNOWN

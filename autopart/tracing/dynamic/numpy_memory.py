@@ -1,12 +1,13 @@
-"""Numpy arrays of the user's code whose memory becomes constants of a trace.
+"""Numpy arrays that share memory with a tensor in eager torch, but not in a trace.
 
-A trace stores such a tensor once, with the values that it has at the end. In eager torch, each operator reads the
-values at that moment. So a trace is refused if the forward changes an array that shares memory with a tensor.
+A tensor from an array (`torch.from_numpy`) is stored once in a trace, with the values at its end. An array from a
+tensor (`tensor.numpy()`) is a copy in a trace. If the forward changes such an array, eager torch can read other values
+than the program. The trace is then refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,30 @@ class NumpyMemory:
     """The arrays of one trace that share their memory with tensors."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[np.ndarray, bytes]] = {}
+        self._of_tensors: list[tuple[Tensor, np.ndarray, bytes]] = []
+        """(tensor, the array that Python got for it, bytes of the array at that time)."""
+        self._seen: dict[Any, tuple[np.ndarray, bytes]] = {}
+        """{memory and shape: (array that a tensor shares, its bytes at that time)}."""
 
     def clear(self) -> None:
+        """Forget all arrays, before another trace."""
+        self._of_tensors.clear()
         self._seen.clear()
+
+    def add(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Record the array that Python gets for the values of a tensor."""
+        self._of_tensors.append((tensor, array, array.tobytes()))
+
+    def check_read(self, tensors: Sequence[Tensor]) -> None:
+        """Raise LostInTrace if Python wrote to the array that it got for one of these tensors."""
+        for tensor, array, before in self._of_tensors:
+            if any(memory_of(one) == memory_of(tensor) for one in tensors) and array.tobytes() != before:
+                raise LostInTrace(
+                    "a tensor is read after Python has written to its numpy array",
+                    "in a trace, the array does not share its memory with the tensor",
+                    "tensor.numpy().copy(), if the tensor shall keep its values; or write to the tensor itself",
+                    Refusal.WRITE,
+                )
 
     def arguments(
         self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], tensors: Iterable[Tensor]
@@ -52,9 +73,9 @@ class NumpyMemory:
         return args, kwargs
 
     def _see(self, array: np.ndarray) -> None:
-        address = array.__array_interface__["data"][0]
-        if address not in self._seen:
-            self._seen[address] = array, array.tobytes()
+        memory = array.__array_interface__["data"][0], array.shape, array.strides
+        if memory not in self._seen:
+            self._seen[memory] = array, array.tobytes()
 
     def check_unchanged(self) -> None:
         """Raise LostInTrace if the forward changed an array that shares memory with a tensor."""

@@ -107,7 +107,8 @@ class EagerSemantics(TorchFunctionMode):
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`
         self.known = ConcreteConstants(tensors)
-        self.decisions = InputDecisions(self.known, self._check_may_rewrite)
+        self.arrays = NumpyMemory()
+        self.decisions = InputDecisions(self.known, self.arrays, self._check_may_rewrite)
         self.packed = PackedSequences(self.known)
         self.floats = Floats()
         self.sizes = SizeConditions(self.floats.replace_for_sizes)
@@ -125,7 +126,6 @@ class EagerSemantics(TorchFunctionMode):
         self.numbers_drawn = False  # True if forward converts a random tensor to a number
         self.numbers_stay = False  # True if forward gets the tensor instead
         self.slices = PointerSlices()
-        self.arrays = NumpyMemory()
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: its tensor}
         self.toggled = WeakIdKeyDictionary()  # {parameter that the forward froze or unfroze: `requires_grad` before}
         self.both = False  # True if both branches of a torch.cond are in the trace
@@ -230,7 +230,7 @@ class EagerSemantics(TorchFunctionMode):
         Such a write is made by an autograd.Function (see `spend`), to a sliced tensor, or to a numpy array.
         """
         self.slices.check_current(tensors := list(tensors))
-        self.decisions.check_arrays(tensors)
+        self.arrays.check_read(tensors)
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise LostInTrace(
                 "a tensor is read after an autograd.Function has written to it",
