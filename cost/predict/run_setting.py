@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
-from autopart.cost.predict.operator_work import OPTIMIZER_TRAFFIC
-from autopart.cost.systems.system import System
+from autopart.cost.systems.system import AUTOPART, System
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.run.schedules import Schedule
@@ -37,7 +36,7 @@ class RunSetting:
         prefetch: number of blocks that ZeRO-3 gathers ahead of their use.
         dp_sync: how data-parallel ranks synchronize gradients or models.
         compiled: True if stages are compiled (`compile=True`).
-        system: the system that runs the plan. None: autopart's runtime.
+        system: the system that runs the plan.
     """
 
     mesh: Mesh
@@ -55,10 +54,10 @@ class RunSetting:
     prefetch: int = 1
     dp_sync: SyncOption = ALL_REDUCE
     compiled: bool = False
-    system: System | None = None
+    system: System = AUTOPART
 
     def run_by(self, system: System | None) -> RunSetting:
-        """Return the setting for a run of the plan by another system."""
+        """Return the setting for a run of the plan by another system; unchanged if `system` is None."""
         if system is None:
             return self
         hidden = None if system.overlap_gradients is None else float(system.overlap_gradients)
@@ -72,25 +71,9 @@ class RunSetting:
         return self.rows / (self.mesh.data_parallel_size * self.schedule.microbatches)
 
     @property
-    def casts_weights(self) -> bool:
-        """True if weights are cast to the compute dtype in every microbatch."""
-        return self.system is None or self.system.casts_weights
-
-    @property
     def bucket_bytes(self) -> float:
         """Bytes of a bucket of gradients or parameters that one collective reduces or gathers."""
-        asked = None if self.system is None else self.system.bucket_bytes
-        return BUCKET_BYTES if asked is None else asked
-
-    @property
-    def optimizer_values(self) -> float:
-        """Number of values that the update reads or writes per parameter."""
-        return OPTIMIZER_TRAFFIC if self.system is None else self.system.optimizer_values
-
-    @property
-    def host_waits(self) -> bool:
-        """True if the CPU waits for each receive of a pipeline."""
-        return self.system is not None and self.system.host_waits
+        return BUCKET_BYTES if self.system.bucket_bytes is None else self.system.bucket_bytes
 
     def shown_share(self, axis: str, kind: str) -> float:
         """Return the share of a collective's seconds that does not overlap with compute.
@@ -100,4 +83,4 @@ class RunSetting:
             kind: name of the collective, such as "all_gather".
         """
         is_tensor = axis == self.mesh.tensor_axis and kind in ("all_gather", "reduce_scatter")
-        return 1 - self.system.overlap_tensor if is_tensor and self.system is not None else 1.0
+        return 1 - self.system.overlap_tensor if is_tensor else 1.0

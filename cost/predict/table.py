@@ -277,7 +277,7 @@ class TableCost:
             "recomputed_flops": round(again * microbatches * mesh.num_ranks / mesh.size("pp")),
             "stages": [self.stage(index, stage) for index, stage in enumerate(self.stages)],
             "ranks": [self.once(names, everywhere) for names in self.ranks_hold], "hidden_sums": self.hidden_sums,
-            **({"host_waits": True} if self.setting.host_waits else {}),
+            **({"host_waits": True} if self.setting.system.host_waits else {}),
             **({"tied": shared_by(self.ranks_hold, self.table.parameters)} if self.versions > 1 else {}),
         }  # fmt: skip
 
@@ -336,7 +336,7 @@ class TableCost:
         for name in row.parameters:
             parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._zero_axis(name)
             if (
-                parameter.casts and self.setting.casts_weights and not (is_cut and zero < 3)
+                parameter.casts and self.setting.system.casts_weights and not (is_cut and zero < 3)
             ):  # else it is cast once a step
                 cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
@@ -480,7 +480,7 @@ class TableCost:
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
         row = {
             "gradient_sum_s": seconds,
-            "optimizer_s": optimizer_s(trained, self.hardware, copied, self.setting.optimizer_values),
+            "optimizer_s": optimizer_s(trained, self.hardware, copied, self.setting.system.optimizer_values),
         }
         row |= {"gather_s": gathers_s} if gathers_s else {}
         row |= {"methods_s": methods_s} if methods_s else {}

@@ -15,6 +15,9 @@ from autopart.cost.predict.operator_work import Work
 from autopart.cost.systems.system import System
 from autopart.ir.mesh import Mesh
 
+LIMITS = 0.05
+"""A plan gets a note that the CPU limits a step if the device waits for it for more than this share of the step."""
+
 
 class HostRates(NamedTuple):
     """Seconds of the CPU to issue a kernel and a collective.
@@ -30,15 +33,13 @@ class HostRates(NamedTuple):
     collective_rank_s: float = 0.0
 
     @staticmethod
-    def of(hardware: Hardware, system: System | None, compiled: bool, mesh: Mesh) -> HostRates:
-        """Return the rates of a system on a device; of autopart's runtime without a system.
+    def of(hardware: Hardware, system: System, compiled: bool, mesh: Mesh) -> HostRates:
+        """Return the rates of a system on a device.
 
         Args:
             compiled: True for a plan with `compile=True`.
         """
         operator_s = hardware.host_compiled_s if compiled else hardware.host_operator_s
-        if system is None:
-            return HostRates(operator_s, hardware.host_collective_s)
         operator_s = operator_s if system.host_operator_s is None else system.host_operator_s
         collective_s = hardware.host_collective_s if system.host_collective_s is None else system.host_collective_s
         _, nodes = levels(mesh.size("pp"), hardware.devices_per_node, mesh.stride("pp"))
@@ -56,10 +57,6 @@ class HostRates(NamedTuple):
             else:  # attention has one kernel, whatever its work
                 total += self.operator_s * (1 if work.flops.terms else max(1.0, work.times))
         return total
-
-
-LIMITS = 0.05
-"""A plan gets a note that the CPU limits a step if the device waits for it for more than this share of the step."""
 
 
 def host_notes(parts_s: Mapping[str, float], step_time_s: float, settings: Mapping[str, Any]) -> tuple[str, ...]:

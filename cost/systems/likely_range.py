@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 DEVICES_PER_NODE = 8
 """Devices of a node in all published runs."""
+FEWEST = 10
+"""Least number of published runs for a range."""
 
 
 class LikelyRange(NamedTuple):
@@ -44,10 +46,6 @@ def likely_range(step_time_s: float, num_ranks: int, pp: int, waits_for_cpu: boo
         return None
     rows, low, high = found
     return LikelyRange(kind, int(rows), low * step_time_s, high * step_time_s)
-
-
-FEWEST = 10
-"""Least number of published runs for a range."""
 
 
 @lru_cache(maxsize=1)

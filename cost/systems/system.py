@@ -9,6 +9,7 @@ from typing import Any
 
 from autopart.common.files import read_text
 from autopart.common.json_text import parse_json
+from autopart.cost.predict.operator_work import OPTIMIZER_TRAFFIC
 from autopart.errors import OptionError
 
 _MOST = {"overlap_tensor": 1.0}
@@ -52,7 +53,7 @@ class System:
     bucket_bytes: float | None = None
     scatter_sends: bool | None = None
     overlap_sends: bool | None = None
-    optimizer_values: float = 7.0
+    optimizer_values: float = OPTIMIZER_TRAFFIC
     host_waits: bool = False
     host_operator_s: float | None = None
     host_collective_s: float | None = None
@@ -71,6 +72,9 @@ class System:
                               hint="one of these names, or the path of a JSON file in the same format")  # fmt: skip
         text = read_text(path, "a system", OptionError, _FORM)
         return _checked(parse_json(text, str(path), OptionError, _FORM), str(path))
+
+
+AUTOPART = System("autopart", "its runtime")
 
 
 def system_names() -> list[str]:
