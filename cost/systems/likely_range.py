@@ -1,4 +1,4 @@
-"""Range in which measured step times lay, for published runs of the same kind as a plan."""
+"""Likely range of a measured step time, from published runs of the same kind of plan."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 DEVICES_PER_NODE = 8
 """Devices of a node in all published runs."""
 FEWEST = 10
-"""Least number of published runs for a range."""
+"""Smallest number of published runs of a kind for which a range is given."""
 
 
 class LikelyRange(NamedTuple):
-    """Seconds between which a measured step probably is.
+    """Likely range of a measured step time.
 
     Args:
         kind: the kind of plan (`kind_of_plan`).

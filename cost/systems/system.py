@@ -21,7 +21,7 @@ _FORM = '"name", "source", and entries as in autopart/cost/systems/descriptions'
 
 @dataclass(frozen=True)
 class System:
-    """Description of a training system that runs a plan. An entry that is None is as in autopart.
+    """Description of a training system that runs a plan. None means: as in autopart's runtime.
 
     Args:
         name: name of the system.
@@ -40,8 +40,9 @@ class System:
         host_waits: True if the CPU waits for each receive of a pipeline before it issues the next operators.
         host_operator_s, host_collective_s: seconds of the CPU to issue a kernel and a collective, as in a hardware
             profile.
-        host_collective_pipeline_s, host_collective_rank_s: with a pipeline over several nodes, seconds of the CPU per
-            collective, and in addition per rank of its group.
+        host_collective_pipeline_s: seconds of the CPU per collective, if a pipeline crosses nodes.
+        host_collective_rank_s: seconds of the CPU in addition, per rank of the collective's group, if a pipeline
+            crosses nodes.
     """
 
     name: str
