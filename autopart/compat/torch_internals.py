@@ -428,9 +428,20 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
-def clone_of(store: dist.Store) -> dist.Store:
-    """Return a second client of a store, with a separate connection, for use in another thread."""
-    return cast(dist.Store, cast(Any, store).clone())
+def clone_of(store: dist.Store, connect_s: float) -> dist.Store:
+    """Return a second client of a store, with a separate connection, for use in another thread.
+
+    Raises RuntimeError if it cannot connect in `connect_s` seconds per attempt. Torch makes two attempts.
+    """
+    untyped: Any = store
+    timeout = untyped.timeout
+    store.set_timeout(timedelta(seconds=connect_s))
+    try:
+        clone: dist.Store = untyped.clone()
+    finally:
+        store.set_timeout(timeout)
+    clone.set_timeout(timeout)
+    return clone
 
 
 def keep_for_ever(*things: Any) -> None:

@@ -40,6 +40,7 @@ It is long, because the watchdog itself waits for them in short steps.
 BEAT_S = 1.0
 RANKS_PER_BEAT = 200  # on a larger mesh, processes look less often
 BEATS_TO_ANSWER = 3
+CONNECT_S = 5.0  # time limit of a connection to the store: its process can have ended
 SHOWN = 16  # maximum number of ranks in an error
 
 LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connection reset", "Broken pipe",
@@ -167,7 +168,7 @@ class Watch:
                 still_runs = not work.is_completed()
                 waited_s = time.monotonic() - started
                 records = self._ask()
-                if still_runs and any(record.state == "paused" for record in records.values()):
+                if still_runs and any(record.state == "paused" for record in (records or {}).values()):
                     continue
                 keep_for_ever(self.group, work)  # else Python could not exit before other ranks arrive
                 raise self._error(error, records, waited_s) from error
@@ -189,8 +190,17 @@ class Watch:
     def _note(self, state: str, doing: str) -> None:
         self.state, self.doing, self.since = state, doing, time.monotonic()
 
-    def _ask(self) -> dict[int, Record]:
-        """Request the state of all other ranks. Return {rank: state} of ranks that answer in a few seconds."""
+    def _ask(self) -> dict[int, Record] | None:
+        """Request the state of all other ranks. Return {rank: state} of ranks that answer in a few seconds.
+
+        Returns None if the process that hosts the store has ended.
+        """
+        try:
+            return self._answers()
+        except RuntimeError:
+            return None
+
+    def _answers(self) -> dict[int, Record]:
         store, records = self._store(), {}
         number = store.add("asked", 1)
         deadline = time.monotonic() + BEATS_TO_ANSWER * self.beat_s + 0.5
@@ -207,11 +217,22 @@ class Watch:
     def _read(self, store: dist.Store, rank: int) -> Record | None:
         return Record(**json.loads(store.get(str(rank)))) if store.check([str(rank)]) else None
 
-    def _error(self, error: RuntimeError, records: dict[int, Record], waited_s: float) -> HangError:
+    def _error(self, error: RuntimeError, records: dict[int, Record] | None, waited_s: float) -> HangError:
         mine = self.record(place_in_traceback(error))
         mine.state, mine.for_s = "waiting", waited_s
-        self.publish(mine)
+        if records is not None:
+            try:
+                self.publish(mine)
+            except RuntimeError:
+                records = None
         self.state = "waiting"
+        waited = f"rank {self.rank} waited {waited_s:.1f} s in {mine.where}"
+        if records is None:
+            return HangError(
+                f"the process that hosts torch.distributed's store is gone: {waited}",
+                why="this rank cannot find out what the other ranks do",
+                hint="read the last lines of the output of rank 0, and of torchrun",
+            )
         gone = [rank for rank in self.ranks if rank not in records and rank != self.rank]
         gone += [rank for rank, record in records.items() if record.state == "ended"]
         away = [rank for rank, record in records.items() if record.state in ("outside", "paused")]
@@ -229,7 +250,7 @@ class Watch:
         states = {**dict.fromkeys(gone, "does not answer: killed, or frozen"), **records, self.rank: mine}
         lines = [f"rank {rank}: {states[rank]}" for rank in sorted(states)]
         why = "\n         ".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
-        return HangError(f"{what}: rank {self.rank} waited {waited_s:.1f} s in {mine.where}", why=why, hint=hint)
+        return HangError(f"{what}: {waited}", why=why, hint=hint)
 
 
 _WATCHES: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
@@ -319,7 +340,7 @@ def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
 
     def client() -> dist.Store:
         if not hasattr(clients, "store"):
-            clients.store = dist.PrefixStore(f"autopart/{name}", clone_of(first))
+            clients.store = dist.PrefixStore(f"autopart/{name}", clone_of(first, CONNECT_S))
         return clients.store
 
     return client

@@ -3,7 +3,11 @@
 import functools
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import dist
@@ -15,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopart
 from autopart.errors import HangError, InputError, OptionError
+from autopart.runtime.comm.watchdog import Watch
 from autopart.runtime.executable import Executable
 
 WIDTH, TIMEOUT_S = 8, 1.5
@@ -155,6 +160,47 @@ def kill():
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("connects", ["before", "after"])
+def test_the_rank_that_hosts_the_store_is_killed(connects):
+    """`connects`: whether rank 1 has a connection to the store before it loses rank 0."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", f"import test_hangs; test_hangs.lose_the_store({connects!r})"]
+    ranks = [subprocess.Popen(command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, text=True) for rank in "01"]  # fmt: skip
+    try:
+        printed, _ = ranks[1].communicate(timeout=90)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert "HangError: the process that hosts torch.distributed's store is gone: rank 1 waited" in printed
+    assert "try    read the last lines of the output of rank 0, and of torchrun" in printed
+
+
+def lose_the_store(connects):
+    td.init_process_group("gloo")
+    ask, made = Watch._ask, Watch.made
+
+    def ask_later(watch):
+        time.sleep(2)  # rank 0 has ended
+        return ask(watch)
+
+    def connect(watch):
+        if connects == "before":
+            watch._store()
+        made(watch)
+
+    later = mock.patch.object(Watch, "_ask", ask_later)
+    with later, mock.patch.object(Watch, "made", connect), mock.patch(f"{__name__}.store"):
+        text, _ = train("dp2", "kill", who=0)
+    print(text, flush=True)
+    os._exit(0)
+
+
 def test_paused_ranks_are_waited_for():
     assert [text for text, _ in dist.run_ranks(train, 2, "tp2", "pause", timeout_s=90)] == ["done"] * 2
 
