@@ -120,6 +120,7 @@ def test_the_search_counts_it():
     assert not [plan for plan in plans if plan.mesh.get("ep", 1) > 1 and plan.balance > plan.mesh["ep"]]
 
 
+@pytest.mark.large
 def test_dense_models_do_not_know_of_it():
     model, batch = zoo.llama()
     one, other = (autopart.plan(model, "tp2", example_kwargs=batch, balance=b) for b in (1.0, 4.0))

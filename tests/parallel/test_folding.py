@@ -330,6 +330,7 @@ def test_weights_that_something_else_reads_are_gathered_where_they_divide(expert
     )
 
 
+@pytest.mark.large
 def test_a_plan_that_cuts_another_weight_twice_is_refused():
     model, batch = mixture()
     data = json.loads(autopart.plan(model, "ep2,tp2", example_kwargs=batch, pins=folded(["tp"])).to_json())

@@ -209,6 +209,7 @@ def test_a_wrong_rule_is_found_by_verify():
     assert not autopart.verify(model, "dp2", example_kwargs=batch).ok
 
 
+@pytest.mark.large
 def test_a_plan_names_the_rules_it_needs():
     register()
     model, batch = custom_model()

@@ -150,6 +150,7 @@ def test_a_plan_from_a_file_gives_the_identical_program(name, tmp_path, forbid_c
     assert first.parameters == second.parameters
 
 
+@pytest.mark.large
 def test_verify_runs_a_plan_from_a_file(tmp_path, forbid_choosing):
     model, batch = skip_mlp()
     autopart.plan(model, "pp2,tp2", example_kwargs=batch).save(tmp_path / "plan.json")

@@ -168,6 +168,7 @@ def test_a_derived_program_equals_the_traced_one(name, mesh):
     assert derived[:2] == [False] * 2 and derived[3:6] == [True, True, False] and derived[7]
 
 
+@pytest.mark.large
 def test_uneven_shards_are_derived_from_lengths_with_the_same_remainder():
     lengths = (13, 53, 33, 21, 45, 18, 50, 34, 26)  # over two ranks in zigzag, there are four chunks
     batches = [zoo.llama(num_layers=1, rows=4, seq=length)[1] for length in lengths]
@@ -323,11 +324,13 @@ class MeanOfTokens(nn.Module):
         return self.linear(x).square().sum() / (x.shape[0] * x.shape[1])
 
 
+@pytest.mark.large
 def test_a_number_of_tokens_that_traced_calls_share_is_a_guard():
     batches = [{"x": torch.randn(rows, n, 4).double()} for rows, n in ((4, 32), (8, 16), (2, 64), (4, 20), (6, 40))]
     derived_and_traced(MeanOfTokens().double(), "tp2", batches)
 
 
+@pytest.mark.large
 def test_growing_lengths_are_derived_from_longer_traces():
     batches = [{"x": torch.randn(8, length, 4).double()} for length in (16, 20, 24, 30, 44, 56, 12, 9)]
     derived = derived_and_traced(ByLength("none").double(), "dp2", batches)
@@ -336,6 +339,7 @@ def test_growing_lengths_are_derived_from_longer_traces():
     assert not any(derived)  # the trace of 48 serves no length below 40
 
 
+@pytest.mark.large
 def test_two_lengths_that_were_equal_need_a_trace_when_they_differ():
     class Pair(nn.Module):
         def __init__(self):
@@ -376,6 +380,7 @@ class WithFunction(nn.Module):
         return Doubled.apply(self.linear(x)).square().mean()
 
 
+@pytest.mark.large
 def test_a_function_of_the_users_is_one_operator_for_all_lengths():
     batches = [{"x": torch.randn(8, length, 4).double()} for length in (16, 56, 36, 24)]
     assert derived_and_traced(WithFunction().double(), "dp2", batches)[-1]
@@ -393,6 +398,7 @@ class ByRows(nn.Module):
         return (h.sin() if x.shape[0] > 5 else h).square().mean()
 
 
+@pytest.mark.large
 def test_a_size_that_calls_with_equal_decisions_share_is_a_guard():
     sizes = [(8, 24), (8, 64), (8, 48), (4, 32), (6, 40)]  # the calls with more than 5 samples have 8
     batches = [{"x": torch.randn(rows, length, 4).double()} for rows, length in sizes]
@@ -410,6 +416,7 @@ class Widened(nn.Module):
         return F.pad(self.linear(x), (0, 0, 0, self.extra)).exp().mean()
 
 
+@pytest.mark.large
 def test_calls_traced_under_other_python_values_are_not_used():
     model = Widened().double()
     compiler = Compiler(model, Mesh.parse("dp2"), Options())
@@ -425,6 +432,7 @@ def test_calls_traced_under_other_python_values_are_not_used():
             call(length, 36)
 
 
+@pytest.mark.large
 def test_the_plan_names_the_largest_batch_of_a_training_step():
     model = zoo.llama(num_layers=1, seq=64)[0]
     compiler = Compiler(model, Mesh.parse("tp2"), Options(memory="1GB"))

@@ -123,6 +123,7 @@ class Contrast(nn.Module):
         return F.cross_entropy(z @ z.t(), torch.arange(x.shape[0], device=x.device))
 
 
+@pytest.mark.large
 def test_rows_that_belong_together_stay_together():
     model = Contrast().double()
     plan = autopart.plan(model, "dp2", example_kwargs={"x": torch.randn(8, 4).double()})
@@ -354,6 +355,7 @@ def test_weights_have_names_that_are_free():
     torch.testing.assert_close(pm(X.double()), model(X.double()), rtol=1e-12, atol=0)
 
 
+@pytest.mark.large
 def test_many_calls_are_warned_of_once():
     compiler = Compiler(nn.Linear(3, 3), Mesh.parse("tp1"), Options())
     with warnings.catch_warnings(record=True) as caught:
@@ -370,6 +372,7 @@ def test_a_parameter_needed_where_it_is_not_is_an_error():
         merge_stored({"w": StoredTensor("w", (2,), {}, (0, 2), ())}, known)
 
 
+@pytest.mark.large
 def test_ids_beyond_a_cut_table_fail_as_in_the_whole_one():
     """And not as rows of zeros: token 64 of a vocabulary of 64."""
     model, batch = zoo.gpt2(num_layers=1)

@@ -205,6 +205,7 @@ def test_a_model_follows(name):
     check(change, model=net(compute, Settings()), must_change=name not in ("function", "dict"))
 
 
+@pytest.mark.large
 def test_a_closure_of_forward_follows():
     scale = 1.0
 
@@ -234,6 +235,7 @@ def test_repeated_blocks_follow():
     check(lambda value, model: setattr(model[4], "gain", value), model=model)
 
 
+@pytest.mark.large
 def test_a_config_is_followed_once_the_model_is_gone():
     settings = Settings()
     x, _ = batch()
@@ -284,6 +286,7 @@ def test_what_a_call_counts_is_not_traced_again():
     assert count_traces(pm, lambda: [pm.step(x, loss_fn=loss_fn, target=y) for _ in range(3)]) == 1
 
 
+@pytest.mark.large
 def test_deciding_by_a_count_is_refused():
     x, y = batch()
     pm = autopart.parallelize(net(), "tp1", example_args=(x,))
@@ -297,6 +300,7 @@ def test_deciding_by_a_count_is_refused():
     assert "it changes COUNTED and branches on it" in str(error.value)
 
 
+@pytest.mark.large
 def test_one_warning_names_the_value():
     model = net(lambda m, h: h if m.mode == "a" else 2 * h if m.mode == "b" else 3 * h)
     model.mode = "a"
@@ -528,6 +532,7 @@ def test_a_closure_over_containers_and_objects_follows(wrapped):
     check(change, loss_fn=functools.partial(lambda settings, o, t: F.cross_entropy(o, t) * settings["low"], settings))
 
 
+@pytest.mark.large
 def test_an_optimizers_rate_is_followed():
     model = net()
     x, y = batch()

@@ -181,7 +181,6 @@ WAS_WRONG = {
 }
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("case", WAS_WRONG)
 def test_a_call_that_was_wrong_is_torchs(case):
     model = Written(*WAS_WRONG[case])

@@ -244,6 +244,7 @@ def test_a_third_derivative_that_torch_gets_wrong_is_refused():
     assert autopart.verify(second_derivative(nn.GroupNorm(1, 8)), "tp2", example_args=(torch.randn(4, 2),)).ok
 
 
+@pytest.mark.large
 def test_a_gradient_that_torch_itself_cannot_take_is_refused():
     class Distances(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

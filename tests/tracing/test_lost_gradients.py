@@ -142,6 +142,7 @@ def test_ranks_train_a_checkpointed_model_as_one_process_does(mesh: str) -> None
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.large
 def test_the_models_checkpoints_are_the_plans_choice_until_another_is_asked_for() -> None:
     model, x = built("whole", True, 2)
     plan = autopart.plan(model, "tp2", example_args=(x,))
@@ -349,6 +350,7 @@ class Split(nn.Module):
         return sum((i + 1) * part.square().sum() for i, part in enumerate(parts))
 
 
+@pytest.mark.large
 def test_a_split_at_the_values_of_an_input_is_traced_for_each_value():
     torch.manual_seed(0)
     model, x = Split().double(), torch.randn(8, 4).double()

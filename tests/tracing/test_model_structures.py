@@ -481,6 +481,7 @@ class SettlesInItsFirstCall(nn.Module):
         return self.down(self.up(x))
 
 
+@pytest.mark.large
 def test_a_first_call_that_only_makes_more_than_later_ones():
     model = SettlesInItsFirstCall()
     down = model.down

@@ -71,6 +71,7 @@ class DefaultDtypeMask(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+@pytest.mark.large
 def test_a_mask_that_float64_weights_make_impossible_is_verified_in_float32():
     found = autopart.verify(DefaultDtypeMask(), "tp2", example_args=(torch.randn(4, 6, 8),))
     assert found.ok and found.max_error < 1e-12, str(found)
@@ -146,6 +147,7 @@ def test_numbers_that_a_model_returns(mesh):
     assert found.ok and found.max_error < 1e-12, str(found)
 
 
+@pytest.mark.large
 def test_numbers_are_returned_as_numbers():
     model, x = WithNumbers().double(), torch.randn(8, 8, dtype=torch.float64)
     expected, found = model(x), autopart.parallelize(model, "dp1", example_args=(x,))(x)

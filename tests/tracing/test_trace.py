@@ -349,6 +349,7 @@ class Table(nn.Module):
         return self.head((x @ self.table["weight"]).tanh() * self.table["scale"][0])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_parameters_that_are_read_from_a_dictionary_are_parameters(mesh):
     torch.manual_seed(0)

@@ -257,6 +257,7 @@ def test_packed_sequences(name):
     assert not [note for note in result.notes if "not compared" in note]
 
 
+@pytest.mark.large
 def test_packed_sequences_of_one_largest_length_share_a_trace():
     torch.manual_seed(0)
     model = Packed(nn.LSTM, padded_and_final, batch_first=True).double()
@@ -342,6 +343,7 @@ def test_the_plan_names_each_guard():
     assert note == f"traced for int(lengths.max()) = 7 (test_value_guards.py:{line}); each other value is traced again"
 
 
+@pytest.mark.large
 def test_many_values_are_named_in_the_warning():
     pm = autopart.parallelize(Net(trimmed), "dp1")
     with warnings.catch_warnings(record=True) as caught:

@@ -127,6 +127,7 @@ def test_a_call_that_writes_what_was_only_read_is_refused():
         )
 
 
+@pytest.mark.large
 def test_the_user_s_model_stays_as_it_is():
     model = Twins()
     before = copy.deepcopy(model.state_dict())

@@ -116,6 +116,7 @@ def test_quick_and_alone(tmp_path):
     assert "off by" in text and "float32 256 x 256 x 256" in text and max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.large
 def test_a_plan_is_priced_by_it(tmp_path):
     from zoo import gpt2
 
