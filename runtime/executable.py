@@ -181,7 +181,7 @@ class Executable:
             if found and options.locate:
                 graphs = [graph for module in self.modules for graph in module.graphs()]
                 with searching(graphs) as search, restored(random):
-                    self._run(inputs, options, hooks, comparison, scaling)
+                    self._run(inputs, options, hooks, comparison, scaling, updates_weights=False)
                 given = dict(zip(self.program.input_names, inputs, strict=True))
                 origins = origins_on_all_ranks(search.origin, {**given, **self.parameters}, self.process)
         if found:
@@ -213,15 +213,19 @@ class Executable:
 
     def _run(
         self, inputs: Sequence[Any], options: StepOptions, hooks: DeferredHooks, comparison: Comparison,
-        scaling: LossScaling | None,
+        scaling: LossScaling | None, updates_weights: bool = True,
     ) -> tuple[list[tuple[Tensor, ...]], str]:  # fmt: skip
         """Run forward and backward of all microbatches.
+
+        Args:
+            updates_weights: False if the model's own changes of its parameters were already applied for this batch.
 
         Returns:
             The last stage's outputs for each microbatch, [] on ranks that do not run the last stage; and a description
             of the NaN and infinities if `options` ask for this check. There are then no gradients, and no new buffers.
         """
-        loaded, is_unreduced = self.loaded(inputs, comparison), self.unreduced.matters
+        loaded = self.loaded(inputs, comparison, updates_weights=updates_weights)
+        is_unreduced = self.unreduced.matters
         fresh_gradients = self._fresh_gradients(hooks, scaling is not None or options.on_nonfinite is not None)
         loss_scale = options.loss_scale * (scaling.scale if scaling is not None else 1.0)
         if is_unreduced:
@@ -345,11 +349,14 @@ class Executable:
         return total
 
     @contextmanager
-    def loaded(self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True) -> Iterator[None]:
+    def loaded(
+        self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True, updates_weights: bool = True
+    ) -> Iterator[None]:
         """Context manager that loads the inputs of a call into the stages, and unloads them at its end.
 
         Args:
             sends: True if graphs communicate in the block. The comparison of the ranks' calls is then finished first.
+            updates_weights: True to apply the changes that the model's forward makes to its parameters.
         """
         device = self.process.device
         local_inputs = move_to_device(device, self.program, inputs)
@@ -369,7 +376,7 @@ class Executable:
                 module.load(local_inputs)
         if self._sends and sends:
             comparison.finish_comparison()
-        if self.program.weight_updates:
+        if updates_weights and self.program.weight_updates:
             comparison.finish_comparison()
             update_weights(self.program, {self.process.rank: self.parameters}, local_inputs, self._sum_along)
         failed = True

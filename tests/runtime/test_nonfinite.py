@@ -156,6 +156,25 @@ def skips_after_no_sync():
         torch.testing.assert_close(grad, model.get_parameter(name).grad, atol=1e-10, rtol=0)
 
 
+class Decayed(nn.Module):
+    """The forward scales its own weight. The loss is NaN if an input is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return {"loss": (torch.sqrt(x) @ self.weight.t()).square().mean()}
+
+
+def test_the_search_does_not_change_weights_again():
+    pm = autopart.parallelize(Decayed().double(), "dp1", example_kwargs={"x": torch.ones(4, 8).double()})
+    pm.step(-torch.ones(4, 8).double(), on_nonfinite="skip", locate=True)
+    assert torch.equal(pm.full_state_dict()["weight"], torch.full((4, 8), 0.5).double())
+
+
 def draws(rng):
     pm = autopart.parallelize(Drawn().double(), "dp2", rng=rng, example_kwargs={"x": torch.ones(8, 32).double()})
     torch.manual_seed(5)
