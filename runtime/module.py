@@ -156,15 +156,14 @@ class ParallelModule(
         patch_wrappers()
         optimizer_checks.patch_optimizers()
         program = compiler.ready()
-        watch = meet(mesh, device_mesh, timeout, compile)
-        host_group = None if watch is None else watch.group
+        host_group = meet(mesh, device_mesh, timeout, compile)
         weights_subject = {} if weights is None else dict([weights.subject])
         subjects = {**weights_subject, "mesh": str(mesh), **compiler.agreed(), **model_texts(model)}
         check_same_start(model, subjects, host_group, program, weights=program is not None)
         if weights is not None:
             weights.check()
         self._weights = weights
-        self._process = connect(mesh, device_of(model), device_mesh, watch)
+        self._process = connect(mesh, device_of(model), device_mesh, host_group)
         self._compiler = compiler
         self._schedule, self._compile, self._local_batch = schedule, compile, local_batch
         self._source = source
@@ -185,8 +184,8 @@ class ParallelModule(
         self._begin_layers(source)
         if program is not None:
             self._adopt(program)
-        if watch is not None:
-            watch.made()
+        if self._process.watch is not None:
+            self._process.watch.made()
         if weights is not None and self._process.rank == 0:
             weights.warn()
 

@@ -57,17 +57,22 @@ def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches:
 
 @functools.cache
 def stage_class() -> Any:
-    """Return a subclass of torch's `PipelineStage` with two changes.
+    """Return a subclass of torch's `PipelineStage` with three changes.
 
     A rank never sends to itself in the first handshake. In torch 2.11 a rank with two neighbouring stages (zbv,
     dualpipev) would do so, which gloo rejects. The class also calls `after_backward` as soon as a microbatch's weight
-    gradients have been computed.
+    gradients have been computed. On torch's "fake" backend, whose ranks receive nothing, it does not wait for the other
+    stages' vote on whether shapes are known: here they always are.
     """
     from torch.distributed import pipelining
 
     class PipelineStage(pipelining.PipelineStage):
         def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+        def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            known: torch.Tensor = super()._warmup_backward_result(*args, **kwargs)
+            return torch.ones_like(known) if dist.get_backend(self.group) == "fake" else known
 
         def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             done = super().backward_one_chunk(*args, **kwargs)

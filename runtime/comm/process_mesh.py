@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopart.compat.torch_internals import is_gloo, runs_on_host, set_group_timeout
+from autopart.compat.torch_internals import is_gloo, runs_on_host
 from autopart.errors import HangError, RuntimeSetupError
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.plans.rank_digest import TIMEOUT_S
+from autopart.runtime.comm.host_group import HostGroup, own_group
 from autopart.runtime.comm.one_caller import Caller
-from autopart.runtime.comm.watchdog import FIRST, NOT_MET, PATIENCE, Watch, finish, is_lost
+from autopart.runtime.comm.watchdog import FIRST, NOT_MET, Watch, is_lost
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """Timeout of the process groups that this file creates."""
@@ -50,8 +51,7 @@ class Process:
     connected: set[tuple[int, ...]] = field(default_factory=set)  # {owners}: includes groups without this rank
     side_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     joined_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # {flattened axes: group}
-    host_group: dist.ProcessGroup | None = None  # all ranks, by gloo on the host
-    watch: Watch | None = None  # None if the mesh has one rank
+    host_group: HostGroup | None = None  # None if the mesh has one rank
     serial: int = field(default_factory=itertools.count().__next__)  # counts processes in order of creation
     step_scale: float | None = None  # `loss_scale` of the last `step`; None after a forward
     skipped_steps: int = 0  # number of steps that `on_nonfinite="skip"` has dropped
@@ -61,6 +61,11 @@ class Process:
     unreduced: set[object] = field(
         default_factory=set
     )  # not empty if gradients are not reduced yet (`gradients/no_sync.py`)
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watchdog of this rank. None if the mesh has one rank."""
+        return None if self.host_group is None else self.host_group.watch
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -105,15 +110,15 @@ class Process:
         the slowest disk.
         """
         if SAVES not in self.side_groups:
-            assert self.watch is not None
-            self.side_groups[SAVES] = _own_group([self.watch.ranks], SAVE_TIMEOUT)
+            assert self.host_group is not None
+            self.side_groups[SAVES] = own_group([self.host_group.ranks], SAVE_TIMEOUT)
         return self.side_groups[SAVES]
 
     def _new_group(self, axis: str) -> dist.ProcessGroup:
         assert self.device_mesh is not None
         parts = [part for part in mesh_axes_of(axis) if part in self.groups]
         backend = dist.get_backend(self.groups[parts[0]])
-        group = _own_group(_ranks_along(self.mesh, self.device_mesh, parts), GROUP_TIMEOUT, backend)
+        group = own_group(_ranks_along(self.mesh, self.device_mesh, parts), GROUP_TIMEOUT, backend)
         if self.watch is not None:
             self.watch.over([group])
         return group
@@ -145,8 +150,8 @@ class Process:
 
 def meet(
     mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
-) -> Watch | None:
-    """Create a CPU process group of all ranks, and wait for all ranks. Return the watchdog of the group.
+) -> HostGroup | None:
+    """Create the CPU groups of all ranks, with a watchdog, and wait for all ranks.
 
     Call it before any other group of `mesh` is created. Returns None if `mesh` has one rank. If torch.distributed is
     not initialized, it is initialized from torchrun's environment variables; RuntimeSetupError is raised if they are
@@ -158,7 +163,7 @@ def meet(
     try:
         if not dist.is_initialized():
             _initialize(mesh, limit)
-        group = _host_group(device_mesh, limit)
+        group = _host_group(mesh, device_mesh, limit)
     except RuntimeError as error:
         if not is_lost(error) and not any(text in str(error) for text in NOT_MET):
             raise
@@ -167,13 +172,14 @@ def meet(
             why="the missing rank was killed, is frozen or slower, or raised an error before",
             hint="the first error of any rank, in its log; timeout=600 if a rank is slow",
         ) from error
-    set_group_timeout(group, PATIENCE)
-    return Watch(group, timeout_s, compile)
+    if dist.get_backend() != "fake":
+        group.watch = Watch(group.ranks, group.groups, timeout_s, compile)
+    return group
 
 
 def connect(
     mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | None = None,
-    watch: Watch | None = None,
+    host_group: HostGroup | None = None,
 ) -> Process:  # fmt: skip
     """Create the process groups of `mesh`, and return this process as one of its ranks.
 
@@ -182,13 +188,13 @@ def connect(
     fit the mesh.
 
     Args:
-        watch: the watchdog that `meet` returned.
+        host_group: the result of `meet`.
     """
-    if watch is None:
-        watch = meet(mesh, device_mesh)
-    if watch is None:
+    if host_group is None:
+        host_group = meet(mesh, device_mesh)
+    if host_group is None:
         return Process(mesh, 0, _device(model_device.type if model_device.type == "cuda" else "cpu", model_device), {})
-    num_ranks = watch.group.size()
+    num_ranks = host_group.size
     if num_ranks != mesh.num_ranks:
         raise RuntimeSetupError(
             f"mesh {mesh} needs {mesh.num_ranks} processes, there are {num_ranks}",
@@ -200,14 +206,16 @@ def connect(
         device_mesh = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
     else:
         device = _device(device_mesh.device_type, model_device)
-    groups = _axis_groups(mesh, device_mesh, watch.send_s)
-    watch.over(list(groups.values()))
+    watch = host_group.watch
+    groups = _axis_groups(mesh, device_mesh, GROUP_TIMEOUT.total_seconds() if watch is None else watch.send_s)
+    if watch is not None:
+        watch.over(list(groups.values()))
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     rank = 0
     for size, index in zip(mesh.sizes.values(), coordinate, strict=True):
         rank = rank * size + index
-    return Process(mesh, rank, device, groups, device_mesh, host_group=watch.group, watch=watch)
+    return Process(mesh, rank, device, groups, device_mesh, host_group=host_group)
 
 
 def first_ranks_seed(process: Process) -> int:
@@ -220,35 +228,22 @@ def first_ranks_seed(process: Process) -> int:
 
 def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
     """All-reduce a CPU tensor over all ranks of the mesh. Raises HangError if a rank does not arrive."""
-    group = process.host_group
-    if group is not None:
-        finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
+    if process.host_group is not None:
+        process.host_group.all_reduce(values, operation)
 
 
 def broadcast_from_first(value: Tensor, process: Process) -> None:
     """Overwrite a CPU tensor by the first rank's values. Raises HangError if a rank does not arrive."""
-    group = process.host_group
-    if group is not None:
-        finish(dist.broadcast(value, group=group, group_src=0, async_op=True), group)
+    if process.host_group is not None:
+        process.host_group.broadcast(value)
 
 
-def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
-    """Start an all-gather of `numbers` over all ranks, on the CPU. Return a function that waits for it.
+def gather_over_all(mine: Any, process: Process) -> list[Any]:
+    """All-gather an object over all ranks of the mesh. Return the objects in rank order.
 
-    The function returns a float64 tensor of shape [ranks, numbers], in rank order. It raises HangError if a rank does
-    not arrive. An all-gather is used because gloo sends half as many messages for it as for an all-reduce.
+    Raises HangError if a rank does not arrive.
     """
-    mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
-    if group is None:
-        return lambda: mine[None]
-    rows = torch.empty(group.size(), len(numbers), dtype=torch.float64)
-    work = dist.all_gather(list(rows), mine, group=group, async_op=True)
-
-    def wait() -> Tensor:
-        finish(work, group)
-        return rows
-
-    return wait
+    return [mine] if process.host_group is None else process.host_group.gather_objects(mine)
 
 
 def of_all_stages(mine: T, process: Process) -> list[T]:
@@ -278,35 +273,21 @@ def _initialize(mesh: Mesh, limit: timedelta) -> None:
     dist.init_process_group("nccl" if one_gpu_each else "gloo", timeout=limit)
 
 
-def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.ProcessGroup:
-    """Create a CPU group of all ranks of `device_mesh`, or of all processes if it is None."""
-    ranks = list(range(dist.get_world_size())) if device_mesh is None else sorted(device_mesh.mesh.flatten().tolist())
-    return _own_group([ranks], limit)
+def _host_group(mesh: Mesh, device_mesh: DeviceMesh | None, limit: timedelta) -> HostGroup:
+    """Create the CPU groups of all ranks of `device_mesh`, or of all processes if it is None."""
+    ranks = list(range(dist.get_world_size())) if device_mesh is None else device_mesh.mesh.flatten().tolist()
+    if len(ranks) != mesh.num_ranks:  # `connect` raises an error
+        return HostGroup(ranks, 1, limit)
+    rows = same_rows(mesh)
+    return HostGroup([ranks[index] for indices in rows for index in indices], len(rows[0]), limit)
 
 
-def _own_group(
-    rank_lists: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo"
-) -> dist.ProcessGroup:  # fmt: skip
-    """Create process groups of ranks, and return the group that contains this process.
-
-    If the lists cover all processes, every process creates all groups. Otherwise each process creates only its own
-    group, and torch names the group by the number of groups that the process has created. All members of a group must
-    therefore have created equally many groups before. If not, they use different names and wait for each other forever.
-
-    Args:
-        rank_lists: the ranks of each group. They do not overlap.
-    """
-    mine: dist.ProcessGroup | None = None
-    together = sum(map(len, rank_lists)) == dist.get_world_size()
-    for ranks in rank_lists:
-        if dist.get_rank() in ranks:
-            mine = dist.new_group(
-                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not together
-            )  # fmt: skip
-        elif together:
-            dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    assert mine is not None
-    return mine
+def same_rows(mesh: Mesh) -> list[list[int]]:
+    """Return lists of ranks that compute the same samples of a batch, one list per data rank."""
+    groups: dict[int, list[int]] = {}
+    for rank in range(mesh.num_ranks):
+        groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
+    return list(groups.values())
 
 
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
@@ -319,7 +300,7 @@ def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():
         if runs_on_host(group) and (axis == "pp" or group is dist.group.WORLD):
-            groups[axis] = _own_group(_ranks_along(mesh, device_mesh, [axis]), timedelta(seconds=send_s))
+            groups[axis] = own_group(_ranks_along(mesh, device_mesh, [axis]), timedelta(seconds=send_s))
     return groups
 
 

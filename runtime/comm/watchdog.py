@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import json
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -83,21 +85,23 @@ class Watch:
     """Watchdog of one rank: the rank's current state, and the time limits of collectives.
 
     Attributes:
-        group: CPU process group of all ranks of the mesh.
+        ranks: global ranks of the mesh, sorted.
         send_s: time limit of a send or receive between pipeline stages. It is long, because the sender may be
             compiling.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, compile: bool = False):
+    def __init__(self, ranks: list[int], host_groups: list[dist.ProcessGroup], timeout_s: float, compile: bool = False):
         self.send_s = timeout_s * (FIRST if compile else 1)
-        self.group, self.timeout_s, self.limit_s = group, timeout_s, FIRST * timeout_s
-        self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        self.timeout_s, self.limit_s = timeout_s, FIRST * timeout_s
+        self.rank, self.ranks = dist.get_rank(), ranks
         self.timed_groups: list[dist.ProcessGroup] = []
         self._note("inside", "making the module")
         self.beat_s = min(max(BEAT_S, len(self.ranks) / RANKS_PER_BEAT), max(timeout_s / 6, 0.05))
         self.main = threading.get_ident()
-        self._store = _store_of(group)
-        _WATCHES[group.group_name] = self
+        self._store = _store_of(ranks)
+        for group in host_groups:
+            set_group_timeout(group, PATIENCE)
+            _WATCHES[group.group_name] = self
         stopped = threading.Event()
         weakref.finalize(self, stopped.set)
         thread = threading.Thread(target=_answer, args=(weakref.ref(self), stopped), daemon=True)
@@ -151,8 +155,8 @@ class Watch:
         """Record that the creation of the module has ended."""
         self._note("outside", "after making the module")
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective on the CPU group, for at most `limit_s` seconds.
+    def wait(self, work: dist.Work, group: dist.ProcessGroup) -> None:
+        """Wait for a collective on a CPU group, for at most `limit_s` seconds.
 
         If another rank is paused at the end of this time, wait again. Otherwise raise HangError.
         """
@@ -170,7 +174,7 @@ class Watch:
                 records = self._ask()
                 if still_runs and any(record.state == "paused" for record in (records or {}).values()):
                     continue
-                keep_for_ever(self.group, work)  # else Python could not exit before other ranks arrive
+                keep_for_ever(group, work)  # else Python could not exit before other ranks arrive
                 raise self._error(error, records, waited_s) from error
 
     def raise_if_lost(self, error: RuntimeError) -> None:
@@ -303,7 +307,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     if watch is None:
         work.wait()
     else:
-        watch.wait(work)
+        watch.wait(work, group)
 
 
 @contextmanager
@@ -330,12 +334,19 @@ def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
         dist.all_reduce(values, group=group)
 
 
-def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    """Return a function that returns the torch.distributed store in which ranks of a group report.
+_NUM_WATCHES: Counter[tuple[int, ...]] = Counter()
+"""Number of watchdogs so far, by ranks. All of these ranks create the same number, so it can name their reports."""
+
+
+def _store_of(ranks: list[int]) -> Callable[[], dist.Store]:
+    """Return a function that returns the torch.distributed store in which these ranks report.
 
     Each thread gets a separate connection to the store.
     """
-    first, name = default_store(), group.group_name
+    first, key = default_store(), tuple(ranks)
+    _NUM_WATCHES[key] += 1
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+    name = f"{digest}/{_NUM_WATCHES[key]}"
     clients = threading.local()
 
     def client() -> dist.Store:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.program import Program
 from autopart.plans.rank_digest import EXAMPLE
-from autopart.runtime.comm.watchdog import finish
+from autopart.runtime.comm.host_group import HostGroup
 from autopart.runtime.consistency.checksums import checksums
 from autopart.tracing.meta_copy import has_memory
 
@@ -30,19 +26,18 @@ WEIGHTS, TRACED = "weights", "the traced program"
 SHOWN = (
     60  # a longer text, or one of several lines, is compared by its digest, and shown by its first line that differs
 )
-BROADCAST_BYTES = 2**28
 
 
 def check_same_start(
     model: nn.Module,
     subjects: Mapping[str, str],
-    group: dist.ProcessGroup | None,
+    group: HostGroup | None,
     program: Program | None,
     weights: bool,
 ) -> None:
     """Raise RuntimeSetupError if ranks differ in `subjects`, or have traced different programs.
 
-    A collective call of all ranks of a CPU process group. It does nothing if `group` is None: there is only one rank.
+    A collective call of all ranks. It does nothing if `group` is None: there is only one rank.
 
     Args:
         subjects: {name: text}, such as {"mesh": "dp2,tp2"}. Texts must be equal on all ranks.
@@ -96,13 +91,13 @@ def program_text(program: Program) -> str:
     return text
 
 
-def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
+def check_same_texts(subjects: Mapping[str, str], group: HostGroup) -> bool:
     """Compare texts between ranks. Return True if the digest of the weights is equal on all ranks.
 
     `subjects`: {name: text}. Raises RuntimeSetupError if a text differs, except for the digest of the weights.
     """
     mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
-    everyones = gather_objects(mine, group)
+    everyones = group.gather_objects(mine)
     names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
     differ = [name for name in names if len({theirs.get(name) for theirs in everyones}) > 1]
     unlike = [name for name in differ if name != WEIGHTS]
@@ -112,7 +107,7 @@ def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> b
             unlike, hint = [EXAMPLE], "an example of the same shapes and dtypes on every rank"
         elif unlike[1:]:
             unlike = [name for name in unlike if name != TRACED]
-        texts = gather_objects({name: subjects.get(name, "") for name in unlike}, group)
+        texts = group.gather_objects({name: subjects.get(name, "") for name in unlike})
         lines = [_subject_text(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
         more = f"; and {len(unlike) - 3} more" if len(unlike) > 3 else ""
         raise RuntimeSetupError(
@@ -124,21 +119,21 @@ def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> b
 
 
 @torch.no_grad()
-def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
+def take_first_ranks_weights(model: nn.Module, group: HostGroup) -> None:
     """Broadcast the first rank's values of all parameters and buffers that differ between ranks.
 
     A collective call. The first rank warns once, and names the first tensor that differs.
     """
     weights = weights_of(model)
     numbers = dict(zip(weights, checksums(weights.values()), strict=True))
-    everyones = gather_objects(numbers, group)
+    everyones = group.gather_objects(numbers)
     differ = [name for name in weights if len({theirs[name] for theirs in everyones}) > 1]
     for name in differ:
         values = weights[name].to("cpu", copy=True, memory_format=torch.contiguous_format)
-        weights[name].copy_(first_ranks_values(values, 0, group))
+        weights[name].copy_(group.broadcast(values))
     first = differ[0]
     others = [rank for rank, theirs in enumerate(everyones) if theirs[first] != everyones[0][first]]
-    if group.rank() == 0:
+    if group.index == 0:
         more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
         warnings.warn(
             f"the ranks begin with different weights: '{first}' of {ranks_text(others, group)} differs from that of "
@@ -148,31 +143,9 @@ def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None
         )
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """All-gather an object of each rank of a CPU process group. Return the objects in rank order."""
-    packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    sizes = torch.zeros(group.size(), dtype=torch.int64)
-    sizes[group.rank()] = packed.numel()
-    finish(dist.all_reduce(sizes, group=group, async_op=True), group)
-    rows = [torch.empty(int(sizes.max()), dtype=torch.uint8) for _ in range(group.size())]
-    padded = F.pad(packed, (0, int(sizes.max()) - packed.numel()))
-    finish(dist.all_gather(rows, padded, group=group, async_op=True), group)
-    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
-
-
-def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Broadcast `values` (a contiguous tensor in CPU memory) from rank `first` in place. Return `values`.
-
-    A collective call of a CPU process group. Values are sent as bytes, so that every dtype works.
-    """
-    for part in values.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES):
-        finish(dist.broadcast(part, group=group, group_src=first, async_op=True), group)
-    return values
-
-
-def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
-    """Format ranks of a group by their global ranks: `rank 1`, `ranks 0, 2 to 5`."""
-    numbers = sorted(dist.get_process_group_ranks(group)[rank] for rank in ranks)
+def ranks_text(ranks: Sequence[int], group: HostGroup) -> str:
+    """Format indices of a group's ranks by their global ranks: `rank 1`, `ranks 0, 2 to 5`."""
+    numbers = sorted(group.ranks[rank] for rank in ranks)
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -185,7 +158,7 @@ def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(words)}"
 
 
-def by_rank(texts: Sequence[str], group: dist.ProcessGroup, leaves_out_empty: bool = False) -> str:
+def by_rank(texts: Sequence[str], group: HostGroup, leaves_out_empty: bool = False) -> str:
     """Format one text per rank. Ranks with equal texts are grouped: `ranks 0, 2: dp2; rank 1: tp4`.
 
     Args:
@@ -196,7 +169,7 @@ def by_rank(texts: Sequence[str], group: dist.ProcessGroup, leaves_out_empty: bo
     return "; ".join(f"{ranks_text(who, group)}: {text or 'none'}" for text, who in ranks.items())
 
 
-def _subject_text(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
+def _subject_text(name: str, texts: Sequence[str], group: HostGroup) -> str:
     """Format how one compared property differs between ranks.
 
     If texts are long, only the first line that differs is shown.

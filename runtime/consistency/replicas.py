@@ -23,10 +23,11 @@ from torch import Tensor
 from autopart.compat.torch_function_internals import local_values
 from autopart.errors import ReplicaError
 from autopart.ir.program import Program
+from autopart.runtime.comm.host_group import HostGroup
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.consistency.checksums import checksums
-from autopart.runtime.consistency.rank_checks import first_ranks_values, gather_objects, ranks_text
+from autopart.runtime.consistency.rank_checks import ranks_text
 from autopart.runtime.shards.shard_state import splits_of
 
 EARLY = (1, 2, 4, 8)
@@ -156,10 +157,10 @@ class Replicas:
             raise _error(beyond, moment or f"step {step}", group)
         for row in drifted:
             values = _first_copy(row, parameters, group)
-            if group.rank() in row.members:
+            if group.index in row.members:
                 with torch.no_grad():
                     parameters[row.name].copy_(values)
-        if group.rank() == 0:
+        if group.index == 0:
             _warn(differences, moment or f"step {step}", group)
 
     def _read(self, program: Program) -> None:
@@ -183,15 +184,13 @@ class Replicas:
         reduce_over_all(spans, dist.ReduceOp.MAX, self.process)
         return not bool(spans.sum(1).any())
 
-    def _drifted(
-        self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: dist.ProcessGroup
-    ) -> list[Drifted]:
+    def _drifted(self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: HostGroup) -> list[Drifted]:
         """Return the parameters whose replicas differ, in the program's order.
 
         The result is equal on all ranks.
         """
         facts = {name: (number, tuple(parameters[name].shape), parameters[name].dtype) for name, number in mine.items()}
-        everyones = gather_objects((self.process.rank, facts), group)
+        everyones = group.gather_objects((self.process.rank, facts))
         place = {rank: index for index, (rank, _) in enumerate(everyones)}
         drifted = []
         assert self._program is not None
@@ -233,26 +232,26 @@ class ReplicaDifference(NamedTuple):
 
 
 def _replica_differences(
-    drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: dist.ProcessGroup
+    drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: HostGroup
 ) -> list[ReplicaDifference]:
     """Return the difference of every replica from the first replica. All ranks get equal results."""
     mine = []
     for row in drifted:
         values = _first_copy(row, parameters, group)
-        if group.rank() in row.members:
-            mine.append(_compared(row, group.rank(), values, parameters[row.name], steps))
+        if group.index in row.members:
+            mine.append(_compared(row, group.index, values, parameters[row.name], steps))
     order = [row.name for row in drifted]
-    rows = [row for rows in gather_objects(mine, group) for row in rows if row.rank != row.first]
+    rows = [row for rows in group.gather_objects(mine) for row in rows if row.rank != row.first]
     return sorted(rows, key=lambda row: (order.index(row.name), row.rank))
 
 
-def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
+def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: HostGroup) -> Tensor:
     """Broadcast a parameter from the first rank that stores it. Return its values in CPU memory."""
-    if group.rank() in row.members:
+    if group.index in row.members:
         values = parameters[row.name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     else:
         values = torch.empty(row.shape, dtype=row.dtype)
-    return first_ranks_values(values, row.members[0], group)
+    return group.broadcast(values, row.members[0])
 
 
 def _compared(row: Drifted, rank: int, values: Tensor, local: Tensor, steps: int) -> ReplicaDifference:
@@ -265,7 +264,7 @@ def _compared(row: Drifted, rank: int, values: Tensor, local: Tensor, steps: int
     return ReplicaDifference(row.name, rank, row.members[0], largest, ROUNDING * unit * size * math.sqrt(max(steps, 1)))
 
 
-def _error(beyond: Sequence[ReplicaDifference], moment: str, group: dist.ProcessGroup) -> ReplicaError:
+def _error(beyond: Sequence[ReplicaDifference], moment: str, group: HostGroup) -> ReplicaError:
     first = beyond[0]
     ranks = [row.rank for row in beyond if row.name == first.name]
     largest = max(row.difference for row in beyond if row.name == first.name)
@@ -281,7 +280,7 @@ def _error(beyond: Sequence[ReplicaDifference], moment: str, group: dist.Process
     )
 
 
-def _warn(differences: Sequence[ReplicaDifference], moment: str, group: dist.ProcessGroup) -> None:
+def _warn(differences: Sequence[ReplicaDifference], moment: str, group: HostGroup) -> None:
     first, others = differences[0], len({row.name for row in differences}) - 1
     warnings.warn(
         f"before {moment} the replicas of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "

@@ -1,7 +1,7 @@
 """Check that all ranks make the same call: same method, options and step number, on the same batch.
 
-The check is one all-gather of a dozen numbers on the CPU. It starts with the call, and ends before any other
-communication of the call. It also tells all ranks if one has received SIGTERM.
+The check compares a dozen numbers of all ranks on the CPU (`HostGroup`). It starts with the call, and ends before any
+other communication of the call. It also tells all ranks if one has received SIGTERM.
 
 Integer inputs, such as tokens, are compared exactly. Floating-point inputs are compared up to rounding, because ranks
 can round them differently. For this comparison, a sample of their elements is projected on four random vectors of 1 and
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from autopart.errors import AutopartError, InputError, UsageError
-from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.runtime.comm import stop_signal
-from autopart.runtime.comm.process_mesh import Process, begin_gather
+from autopart.runtime.comm.process_mesh import Process, gather_over_all, same_rows
 from autopart.runtime.consistency.checksums import checksums
-from autopart.runtime.consistency.rank_checks import by_rank, gather_objects, ranks_text
+from autopart.runtime.consistency.rank_checks import by_rank, ranks_text
 
 SAMPLE = 256
 PROJECTIONS = 4
@@ -122,6 +121,8 @@ class ComparedCall:
         return [factor * mark for mark in marks]
 
 
+FLAGS = 2
+"""How many numbers precede `ComparedCall.numbers`: whether the step trains, and whether the rank received SIGTERM."""
 CALL = 2
 VALUES = CALL + 2 + PROJECTIONS
 """End indices of two sections of `ComparedCall.numbers`: the call, and inputs that all ranks share."""
@@ -133,14 +134,6 @@ def all_frozen() -> UsageError:
         "step() has nothing to train", why="every parameter of pm is frozen now",
         hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
     )  # fmt: skip
-
-
-def same_rows(mesh: Mesh) -> list[list[int]]:
-    """Return lists of ranks that compute the same samples of a batch, one list per data rank."""
-    groups: dict[int, list[int]] = {}
-    for rank in range(mesh.num_ranks):
-        groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
-    return list(groups.values())
 
 
 class Comparison:
@@ -156,8 +149,11 @@ class Comparison:
         stops = stop_signal.is_received()
         if process.host_group is None:
             process.stop_requested = stops
-        numbers = [process.rank, float(called.trains), float(stops), *called.numbers()]
-        self._wait = None if process.host_group is None else begin_gather(numbers, process)
+            self._wait = None
+        else:
+            numbers = [float(called.trains), float(stops), *called.numbers()]
+            num_shared = len(numbers) if called.own_rows is None else FLAGS + VALUES
+            self._wait = process.host_group.begin_extremes(numbers, num_shared)
 
     def finish_comparison(self) -> None:
         """Wait for the other ranks, and compare the calls. A second call of this method does nothing.
@@ -167,51 +163,33 @@ class Comparison:
         if self._wait is None:
             return
         wait, self._wait = self._wait, None
-        rows = wait().tolist()
-        _, _, _, *first = rows[0]
-        self.process.stop_requested = any(stops for _, _, stops, *_ in rows)
-        if not any(trains for _, trains, *_ in rows):
+        (trains, stops, *_), (_, _, *differences) = wait()
+        self.process.stop_requested = bool(stops)
+        if not trains:
             raise all_frozen()
-        if all(numbers == first for _, _, _, *numbers in rows):
-            return
-        numbers_of, groups = {int(rank): numbers for rank, _, _, *numbers in rows}, same_rows(self.process.mesh)
-        called_alike = all(numbers[:CALL] == first[:CALL] for numbers in numbers_of.values())
-        if not called_alike or not self._same_values(numbers_of, groups):
+        call, shared, rows = differences[:CALL], differences[CALL:VALUES], differences[VALUES:]
+        if any(call) or not all(self._same_values(values) for values in (shared, rows)):
             if problem := self._first_problem():
                 raise problem
-            raise _error(self.given, groups, self.process)
+            raise _error(self.given, self.process)
 
     def _first_problem(self) -> AutopartError | None:
         """Return the first error that a rank has reported in `ComparedCall.problem`, or None."""
-        assert self.process.host_group is not None
-        problems = gather_objects(self.given.problem, self.process.host_group)
+        problems = gather_over_all(self.given.problem, self.process)
         return next((problem for problem in problems if problem is not None), None)
 
-    def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
-        """Return True if ranks have equal input values.
-
-        With `local_batch`, inputs with local samples are compared only within each list of `groups`.
-        """
-        slack = self.given.slack
-        if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
-            return False
-        if self.given.own_rows is None:
-            return True
-        return all(_same_batch([numbers_of[rank][VALUES:] for rank in ranks], slack) for ranks in groups)
+    def _same_values(self, differences: Sequence[float]) -> bool:
+        """Return True if ranks have equal input values: `differences` of the numbers of `ComparedCall._values`."""
+        exact, *others = differences or [0.0]
+        return not exact and max(others, default=0.0) <= self.given.slack
 
 
-def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
-    """Return True if ranks have equal input values. `rows`: each rank's result of `ComparedCall._values`."""
-    exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
-    return not exact and max(others) <= slack
-
-
-def _error(called: ComparedCall, groups: Sequence[Sequence[int]], process: Process) -> InputError:
+def _error(called: ComparedCall, process: Process) -> InputError:
     group = process.host_group
     assert group is not None
     sums, floats = called.integer_checksums, called.floats
     mine = (process.rank, called.name, called.number, called.text, sums, floats, called.num_rows)
-    everyones = gather_objects(mine, group)
+    everyones = group.gather_objects(mine)
     _, names, numbers, texts, _, _, num_rows = zip(*everyones, strict=True)
     where, is_local = f"{names[0]} {numbers[0]}", called.own_rows is not None
     if is_local and len(set(names)) == 1 and len(set(num_rows)) > 1:
@@ -231,12 +209,10 @@ def _error(called: ComparedCall, groups: Sequence[Sequence[int]], process: Proce
             "the ranks are not at the same step", why=by_rank(steps, group),
             hint="make the same calls on every rank, also where one rank skips a batch or catches an error",
         )  # fmt: skip
-    return _values_error(called, everyones, groups, where, process)
+    return _values_error(called, everyones, where, process)
 
 
-def _values_error(
-    called: ComparedCall, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
-) -> InputError:
+def _values_error(called: ComparedCall, everyones: Sequence[tuple], where: str, process: Process) -> InputError:
     """Return the error for calls that are equal on all ranks except for the values of inputs.
 
     Args:
@@ -245,7 +221,7 @@ def _values_error(
     group, own_rows = process.host_group, called.own_rows or frozenset()
     assert group is not None
     compared: list[tuple[Sequence[int], Set[str]]] = [(range(len(everyones)), called.inputs.keys() - own_rows)]
-    compared += [(ranks, own_rows) for ranks in groups]
+    compared += [(ranks, own_rows) for ranks in same_rows(process.mesh)]
     differ: set[str] = set()
     unlike: dict[int, list[int]] = {}
     for ranks, names in compared:

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.mesh import Mesh
 from autopart.ir.sharding import DimSharding
 from autopart.runtime.comm.collectives import communicate
-from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.process_mesh import Process, gather_over_all
 from autopart.runtime.comm.stage_ranks import groups_along
 
 T = TypeVar("T")
@@ -213,9 +212,7 @@ def run_on_groups(steps: Steps[T], process: Process) -> T:
             result: T = finished.value
             return result
         if isinstance(request, GatherObjects):
-            received = [request.value] * process.mesh.num_ranks
-            if process.host_group is not None:
-                dist.all_gather_object(received, request.value, group=process.host_group)
+            received = gather_over_all(request.value, process)
         else:
             group = process.along(request.axis).group_name
             sizes = [send.numel() for send in request.sends]

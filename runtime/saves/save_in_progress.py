@@ -64,7 +64,7 @@ def begin_save(
     from autopart.runtime.saves.chunk_storage import IndexedWriter, save_planner, write_shards
 
     writer = IndexedWriter(part, index, files, partial(commit, part, final, keep))
-    group, is_first = process.host_group, process.host_group is None or process.host_group.rank() == 0
+    group, is_first = process.host_group, process.host_group is None or process.host_group.index == 0
     future: Future[Any]
     if group is None:
         staged = dict(tensors) if wait else {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

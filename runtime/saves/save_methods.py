@@ -19,9 +19,9 @@ from autopart.plans.rank_digest import autopart_version
 from autopart.runtime.batch.step_metrics import StepMeter
 from autopart.runtime.checkpoint.full_optimizer import canonical_names
 from autopart.runtime.checkpoint.state_dicts import shapes_of, with_offsets, with_shard_offsets
-from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.process_mesh import Process, gather_over_all
 from autopart.runtime.comm.watchdog import meeting
-from autopart.runtime.consistency.rank_checks import gather_objects, ranks_text
+from autopart.runtime.consistency.rank_checks import ranks_text
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.saves.checkpoint_index import (
@@ -143,7 +143,7 @@ class SaveMethods:
                 (parent / names[1]).mkdir()
             except (OSError, CheckpointError) as error:
                 problems.append(str(error))
-        (names, problems), *_ = _gathered((names, problems), process)
+        (names, problems), *_ = gather_over_all((names, problems), process)
         if problems:
             raise CheckpointError(f"cannot save in {parent}", why=problems[0])
         index = CheckpointIndex(
@@ -245,8 +245,8 @@ class SaveMethods:
         state.values["schedulers"] = [one.state_dict() for one in schedulers]
         state.values["extra"] = extra
         mine = packed(random_state(process.device, self._compiler.random_state()))
-        are_equal = len(set(_gathered(digest_of(mine), process))) == 1
-        states = [mine] if are_equal else _gathered(mine, process)
+        are_equal = len(set(gather_over_all(digest_of(mine), process))) == 1
+        states = [mine] if are_equal else gather_over_all(mine, process)
         state.values["random"] = [unpacked(one, "random state") for one in states]
         aliases = {MODEL + name: MODEL + target for name, target in first.items() if name != target}
         return state, aliases
@@ -261,7 +261,7 @@ class SaveMethods:
                 result = resolve(folder, name, lambda text: warnings.warn(text, stacklevel=5))
             except (OSError, CheckpointError) as error:
                 result = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
-        result, *_ = _gathered(result, self._process)
+        result, *_ = gather_over_all(result, self._process)
         if isinstance(result, CheckpointError):
             raise result
         if result is None and not missing_ok:
@@ -343,7 +343,7 @@ class SaveMethods:
 
     def _raise_problems(self, path: Path, problems: list[str]) -> None:
         """Raise CheckpointError on all ranks if any rank has found problems. A collective call."""
-        everyones = _gathered(problems, self._process)
+        everyones = gather_over_all(problems, self._process)
         ranks: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(everyones):
             for problem in of_rank:
@@ -358,12 +358,7 @@ class SaveMethods:
 
 
 def _is_first(process: Process) -> bool:
-    return process.host_group is None or process.host_group.rank() == 0
-
-
-def _gathered(mine: Any, process: Process) -> list[Any]:
-    """Return an object of every rank, in rank order. A collective call."""
-    return [mine] if process.host_group is None else gather_objects(mine, process.host_group)
+    return process.host_group is None or process.host_group.index == 0
 
 
 def _count_problems(what: str, given: list[str], saved: tuple[str, ...]) -> list[str]:

@@ -20,8 +20,8 @@ from autopart.compat.torch_internals import TorchDispatchMode
 from autopart.compat.training_internals import backward_traceback, compiled_from
 from autopart.errors import NonFiniteError
 from autopart.ir.graph import describe
-from autopart.runtime.comm.process_mesh import Process, reduce_over_all
-from autopart.runtime.consistency.rank_checks import by_rank, gather_objects
+from autopart.runtime.comm.process_mesh import Process, gather_over_all, reduce_over_all
+from autopart.runtime.consistency.rank_checks import by_rank
 
 if TYPE_CHECKING:
     from autopart.runtime.training.step_options import StepOptions
@@ -71,7 +71,7 @@ def nonfinite_results(losses: Sequence[Tensor], grads: Mapping[str, Tensor], pro
     mine = dict([("the loss", text) for loss in losses if (text := bad_entries(loss))])
     mine |= {f"the gradient of '{name}'": text for name, grad in grads.items() if (text := bad_entries(_dense(grad)))}
     found: dict[str, str] = {}
-    for theirs in [mine] if process.host_group is None else gather_objects(mine, process.host_group):
+    for theirs in gather_over_all(mine, process):
         found = {**theirs, **found}
     named = [f"{name} {text}" for name, text in sorted(found.items(), key=lambda pair: pair[0] != "the loss")]
     return "; ".join([*named[:SHOWN], *([f"and {len(named) - SHOWN} more"] if len(named) > SHOWN else [])])
@@ -210,4 +210,4 @@ def origins_on_all_ranks(origin: str, begins: Mapping[str, Any], process: Proces
     mine = "; ".join(filter(None, (nans or [origin, *bad])[: SHOWN + 1]))
     if process.host_group is None:
         return mine
-    return by_rank(gather_objects(mine, process.host_group), process.host_group, leaves_out_empty=True)
+    return by_rank(gather_over_all(mine, process), process.host_group, leaves_out_empty=True)

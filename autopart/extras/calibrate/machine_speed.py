@@ -164,8 +164,7 @@ class Bench:
         return (time.perf_counter() - start_s) / _CALLS
 
     def barrier(self) -> None:
-        if self.process.host_group is not None:
-            dist.barrier(group=self.process.host_group)
+        reduce_over_all(torch.zeros(1), dist.ReduceOp.SUM, self.process)
 
     def wait(self) -> None:
         """Wait until a GPU has run all launched kernels."""
@@ -345,7 +344,7 @@ def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, 
     mean_times = torch.tensor(list(times.values()), dtype=torch.float64)
     if process.host_group is not None:
         reduce_over_all(mean_times, dist.ReduceOp.SUM, process)
-        mean_times /= dist.get_world_size(process.host_group)
+        mean_times /= process.host_group.size
     rows = [replace(what, time_s=s) for what, s in zip(times, mean_times.tolist(), strict=True)]
     return device_of(process), [row for row in rows if math.isfinite(row.time_s)]
 
