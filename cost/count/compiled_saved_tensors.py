@@ -73,7 +73,7 @@ def with_compiled(walk: Liveness) -> Liveness:
 
 
 class _Compiled:
-    """Analysis of the compiled graph of one stage: the tensors that it saves, the values in memory."""
+    """Analysis of a compiled stage graph: which tensors it saves, and which values it writes to memory."""
 
     def __init__(self, eager: Liveness):
         self.eager, self.alive = eager, eager.reached()
@@ -131,9 +131,9 @@ class _Compiled:
     def _reused_values(self) -> dict[MemoryBuffer, bool]:
         """Find values that fusible operators read again after an unfusible operator has run.
 
-        Such a value is materialised. As in torch, the backward does not recompute the outputs of the operators that
-        read the value again. Returns {buffer: True if it must not be recomputed}, with the buffers of these values
-        (False) and of these outputs (True).
+        Such a value is written to memory. As in torch, the backward does not recompute the outputs of the operators
+        that read it again. Returns {buffer: True if the backward must not recompute it}: False for the buffers of these
+        values, True for the buffers of these outputs.
         """
         far: dict[MemoryBuffer, bool] = {}
         for memory, users in self.users.items():

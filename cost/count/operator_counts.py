@@ -342,16 +342,16 @@ class _Counter:
     def _queries(self, node: fx.Node) -> Size:
         """Return the number of queries of attention as a `Size` (a polynomial in batch and sequence).
 
-        The number scales with the sequence length if the FLOPs of the attention scale with it.
+        The number scales with the sequence length if the FLOPs of the attention do.
         """
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
 
     def _as_causal(self, work: Work, node: fx.Node, keys: int) -> Work:
-        """Return the work of a causal attention, whose FLOPs count all keys (`Work.causal`).
+        """Return `work`, a causal attention, with the FLOPs of attention to all keys (`Work.causal`).
 
-        The FLOPs of `work` count only the keys that a query attends. These are half of the keys, so the FLOPs are
-        doubled here. `Work.seconds` multiplies them by the share that a kernel computes (`Hardware.causal_share`).
+        The FLOPs of `work` count only the keys that a query attends, on average half of all keys. So they are doubled
+        here. `Work.seconds` multiplies them by the share that a kernel computes (`Hardware.causal_share`).
 
         Args:
             keys: number of all keys.

@@ -65,7 +65,7 @@ class Table:
         hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap with
             backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
-        divided: result of `cost.count.shard_counts.divided`.
+        divided: numbers of heads, experts or features that each axis shards (`cost.count.shard_counts`).
         m: microbatches for which the rows of the tail were counted; 1 without a tail.
     """
 
@@ -283,7 +283,7 @@ class TableCost:
 
     @property
     def hidden_sums(self) -> float:
-        """Share of the gradient reduction that overlaps with the last backward of a step."""
+        """Share of the gradient reduction that costs no time, because it overlaps with a step's last backward."""
         asked = self.setting.hidden_sums
         return self.table.hidden_sums * self.hardware.overlap if asked is None else asked
 
@@ -296,9 +296,9 @@ class TableCost:
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
-        """Return, as a tuple, the axis on which a `dp_sync` method replaces the all-reduce of a gradient.
+        """Return the axes over which a `dp_sync` method replaces the all-reduce of a parameter's gradient.
 
-        Returns () if no method does, or if no axis shards the batch. `name` is the parameter's name in the table.
+        The tuple has at most one axis, which shards the batch. `name` is the parameter's name in the table.
         """
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
@@ -531,10 +531,10 @@ class TableCost:
         return self.local_bytes(name) * self.table.parameters[name].trained
 
     def grown_bytes(self, name: str) -> float:
-        """Return the bytes of a parameter's gradient at the end of a step.
+        """Return the bytes of a parameter's accumulated gradient at the end of a step, before the optimizer runs.
 
-        With ZeRO 1, the gradient is unsharded until the end of the step. A gradient that a `dp_sync` method receives
-        has the parameter's dtype.
+        ZeRO 1 keeps the gradient unsharded until then: in the compute dtype with one microbatch, else in the reduction
+        dtype. A gradient that a `dp_sync` method receives has the parameter's stored dtype.
         """
         if self.is_sent_whole(name):
             return self.sent_bytes(name) * self.table.parameters[name].trained
