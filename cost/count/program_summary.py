@@ -332,7 +332,7 @@ def cost(
     rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...], step: Simulation,
     device_memory: tuple[str, float], lower_bound: float | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the entries of `Plan.cost`: the simulated step, FLOPs, bytes sent, and the memory of a device.
+    """Return the entries of `Plan.cost`: the simulated step, FLOPs, sent bytes, and device memory.
 
     Args:
         rows: one mapping per stage (`stage_rows`).

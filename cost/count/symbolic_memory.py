@@ -195,7 +195,7 @@ class SymbolicMemory:
         )
 
     def _boundary_bytes(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> _SentBytes:
-        """Return bytes of the values that are sent if a stage begins at a node: replicated, unsaved, saved later.
+        """Return fields of `OperatorRow`: bytes of the values that are sent if a stage begins at a node.
 
         Args:
             travelling: {value that is sent: its bytes}.
@@ -234,7 +234,7 @@ class SymbolicMemory:
         return beyond
 
     def _in_backward(self) -> tuple[dict[fx.Node, Size], dict[fx.Node, Size]]:
-        """Return {node: bytes allocated while its backward runs} and {node: bytes allocated after its backward}.
+        """Return {node: bytes allocated while its backward runs} and {node: bytes allocated after it}.
 
         The bytes are those of gradients, recomputed values and workspace. Gradients of weights are not included.
         """

@@ -121,7 +121,7 @@ def _buckets(
 def reduce_scatter_buckets(
     weights: Mapping[str, CommParameter], zero: int, microbatches: int
 ) -> Iterator[GradientBucket]:
-    """Yield the gradient buckets of weights that ZeRO 1 or 2 keeps unsharded for a step, in the order of use.
+    """Yield the gradient buckets of weights that ZeRO 1 or 2 keeps unsharded for a step.
 
     Args:
         zero: ZeRO stage, 1 or 2.

@@ -531,9 +531,9 @@ class TableCost:
         return self.local_bytes(name) * self.table.parameters[name].trained
 
     def grown_bytes(self, name: str) -> float:
-        """Return the bytes of a parameter's accumulated gradient at the end of a step, before the optimizer runs.
+        """Return the bytes of a parameter's accumulated gradient right before the optimizer step.
 
-        ZeRO 1 keeps the gradient unsharded until then: in the compute dtype with one microbatch, else in the reduction
+        ZeRO 1 keeps the gradient unsharded during the step: in the compute dtype with one microbatch, else in the reduction
         dtype. A gradient that a `dp_sync` method receives has the parameter's stored dtype.
         """
         if self.is_sent_whole(name):

@@ -404,7 +404,7 @@ class _Writer:
         return rows if rows is not None else self._stage_input(node, batch, stage)
 
     def _local_samples(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
-        """Write the computation of this rank's samples of a value from its samples of the model inputs.
+        """Write operators that compute a rank's samples of a value from the rank's samples of the inputs.
 
         Returns None if the operator's rule does not allow the batch to be sharded.
         """
@@ -498,7 +498,7 @@ class _Writer:
         )  # fmt: skip
 
     def _input_names(self, output: fx.Node) -> frozenset[str]:
-        """Return the inputs on which an output depends if ranks get only their samples, else an empty set."""
+        """Return the inputs on which an output depends; empty unless `local_rows` (see `lower`) is set."""
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}
