@@ -293,7 +293,7 @@ class Conversion:
     `operator` is the name of the custom operator `torch.ops.autopart.<operator>`. `forward` and `backward` name the
     primitive that it runs in each direction. `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` communicate.
     `identity`, `slice`, `pad` and `own` are local; `own` keeps the value on the first rank and sets it to zero on
-    others.
+    all other ranks.
     """
 
     operator: str
@@ -353,7 +353,7 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return the placement on an axis, relative to a shard that other axes have cut from the dim.
+    """Return the placement on an axis of a value that other axes have already sharded.
 
     Example: `tp` shards a dim that concatenates 6 sections, and `dp` shards the same dim over 2 ranks without sections.
     The axis with fewer sections splits the dim first: `dp`. A `dp` rank then has 3 of the 6 sections, so the result for

@@ -220,7 +220,7 @@ class Output:
 
     Attributes:
         layout: layout of the tensor.
-        made_of: names of the model inputs on which the output depends. It is filled only if every rank passes its local
+        made_of: names of the model inputs on which the output depends; empty unless every rank passes only its local
             batch.
         is_number: True if the model returns a Python number, such as `loss.item()`.
     """

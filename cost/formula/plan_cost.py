@@ -231,8 +231,9 @@ class Cost(dict[str, Any]):
         Layouts stay those of the plan. `Figures.notes` has a note if a plan for these sizes may have other layouts.
 
         Raises OptionError for other names, for sizes that are not above zero, and for fewer expert ranks than
-        `balance`, the plan's load of the busiest expert rank relative to the mean. Raises LayoutError if the layouts have fewer shards than an axis has ranks. Raises StageError
-        if there are too few stage boundaries, or no schedule can run the stages and microbatches.
+        `balance` (the plan's load of the busiest expert rank, relative to the mean). Raises LayoutError if the layouts
+        have fewer shards than an axis has ranks. Raises StageError if there are too few stage boundaries, or no
+        schedule can run the stages and microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():

@@ -51,7 +51,7 @@ class GradientBucket(NamedTuple):
     Args:
         names: the parameters.
         flat_bytes: the flat buffer that is reduced; 0 if gradients are reduced in place.
-        part_bytes: the result of the reduction, which becomes this rank's shard.
+        part_bytes: the result of the reduction: this rank's shards of the gradients.
         gather_bytes: buffers of the all-gather that unshards the parameters once a step.
         scatters: True if the unsharded gradients are freed after the reduction.
         each: True if the bucket is reduced after every microbatch, False if once a step.

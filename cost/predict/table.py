@@ -53,7 +53,7 @@ class Table:
 
     Args:
         rows: work and memory of the operators of the trace.
-        order: all operators of the model as (index into `rows`, module path of the block's list, index of the block).
+        order: all operators of the model as (index into `rows`, path of the list of blocks, index of the block in it).
         parameters: {name: parameter} of the trace.
         b, s, tp, cp, ep: the reference sizes: samples of a microbatch, tokens per sample, and ranks of each axis.
         row_flops: FLOPs of the forward's matrix products per sample.
@@ -251,7 +251,7 @@ class TableCost:
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """For each `pp` coordinate, the parameters that its ranks store: {name: name in `Table.parameters`}."""
+        """For each `pp` coordinate, the stored parameters: {key (`named_in`): name in `Table.parameters`}."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
         return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 
@@ -533,8 +533,8 @@ class TableCost:
     def grown_bytes(self, name: str) -> float:
         """Return the bytes of a parameter's accumulated gradient right before the optimizer step.
 
-        ZeRO 1 keeps the gradient unsharded during the step: in the compute dtype with one microbatch, else in the reduction
-        dtype. A gradient that a `dp_sync` method receives has the parameter's stored dtype.
+        ZeRO 1 keeps the gradient unsharded during the step: in the compute dtype with one microbatch, else in the
+        reduction dtype. A gradient that a `dp_sync` method receives has the parameter's stored dtype.
         """
         if self.is_sent_whole(name):
             return self.sent_bytes(name) * self.table.parameters[name].trained

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import TableCost
 
 Order = Sequence[tuple[int, str, int]]
-"""Operators, each as (index of its row, module path of its block's list, index of the block) (`Table.order`)."""
+"""Operators, each as (index of its row, path of the list of blocks, index of its block in it), as `Table.order`."""
 
 
 class ParameterUses(NamedTuple):
@@ -245,7 +245,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the index of the last operator of its recomputed region.
 
-    An operator outside of regions gets the index at which the next region ends.
+    For an operator outside of such regions, it is the index at which the next region ends.
     """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):

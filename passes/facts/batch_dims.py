@@ -48,7 +48,8 @@ def find_batch_dims(graph: fx.Graph) -> bool:
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
     """Return the letters of the call's rule that name the batch, and input dims of kind `DATA_DIM`.
 
-    Each input dim is a tuple (index of the input, dim, letter).
+    `DATA_DIM` means neither the batch nor a dim of a weight. Each input dim is a tuple (index of the input, dim,
+    letter).
     """
     rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
     data = [

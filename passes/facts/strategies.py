@@ -54,7 +54,7 @@ from autopart.passes.rules.operators.selection_rules import shifts_indices
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-"""Kinds of atoms (indivisible factors of dims, `ir/atoms.py`) that an axis may shard.
+"""Kinds of dims (`ir/atoms.py`) that an axis may shard.
 
 `TENSOR_KINDS`: features of weights. `ALL_TENSOR_KINDS`: features and all other dims but the batch, such as the sequence
 (sequence parallelism).
@@ -63,7 +63,7 @@ ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 _KINDS: Mapping[Cuts, frozenset[str]] = {
     "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
 }  # fmt: skip
-"""{what an axis shards (`Axis.cuts`): kinds of atoms (factors of dims) that it may shard}.
+"""{what an axis shards (`Axis.cuts`): kinds of dims that it may shard}.
 
 `_keeps_weights` restricts the sharding of weights further.
 """

@@ -185,7 +185,7 @@ class _SizedStages(NamedTuple):
     Attributes:
         stages: the stages of the first trace, with size inputs.
         inputs: for each stage, the size inputs of its graph.
-        formulas: {name of a size input: formula that computes it}, ordered as the size inputs of every prologue.
+        formulas: {name of a size input: formula that computes it}. Every prologue takes its size inputs in this order.
     """
 
     stages: tuple[Stage, ...]
