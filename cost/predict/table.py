@@ -107,7 +107,7 @@ class Table:
     def counts(self) -> Mapping[tuple[str, Work], float]:
         """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}.
 
-        Work of the tail counts as an equal share in each microbatch.
+        Work of the tail, which runs once per step, counts as an equal share in each microbatch.
         """
         often_done = defaultdict[tuple[str, Work], float](int)
         for row, number in zip(self.rows, self.often, strict=True):
@@ -124,7 +124,7 @@ class Table:
 
     @cached_property
     def load(self) -> float:
-        """Total load (FLOPs) of all operators at the sizes at which the operators were counted."""
+        """Total load (FLOPs) of all operators at the table's reference sizes."""
         return math.fsum(row.load.value * number for row, number in zip(self.rows, self.often, strict=True)) or 1.0
 
     @cached_property
@@ -356,8 +356,8 @@ class TableCost:
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """Return the entry of stage `index` in `Plan.timing`. Seconds and bytes are per microbatch.
 
-        For the tail, which runs once for all microbatches, they are per step. The tail receives nothing from another
-        rank.
+        The last index can be the tail, which runs once per step. Its seconds and bytes are per step, and it receives
+        nothing from another rank.
 
         Args:
             stage: the indices of the stage's operators.

@@ -165,7 +165,7 @@ class Totals:
         buffers: buffers of the model.
         summed_over: {axis of a gradient reduction: {axes of ZeRO's shards: bytes of parameters}}.
         hidden: share of gradients that can be reduced during backward: all but the bucket that completes last.
-        at: the reference sizes, at which the table was counted.
+        at: the samples, tokens and ranks for which the table was counted.
     """
 
     works: Mapping[tuple[str, Work], float]

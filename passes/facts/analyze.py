@@ -54,7 +54,7 @@ from autopart.passes.rules.operators.autograd_function_rules import backward_is_
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
-    """Yield the facts of a node that the graph dump prints, such as `active`, `grad`, `b k, n k -> b n`."""
+    """Yield the analysis results (facts) of a node for the graph dump: `active`, `grad`, `b k, n k -> b n`."""
     if node.op == "output":
         return
     yield facts(node)["role"]
@@ -64,7 +64,7 @@ def facts_of(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: facts_of)
 def annotate(trace: Trace) -> None:
-    """Write the facts that planning needs on every node: `role`, `needs_grad`, `pattern`, `atoms`, ...
+    """Write on every node the facts that planning needs: `role`, `needs_grad`, `pattern`, `atoms`, ...
 
     `ir/facts.py` lists all facts.
     """

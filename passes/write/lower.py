@@ -246,7 +246,7 @@ class _Writer:
             written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
-        """Write one operator. Copy its facts `block` and `times` to all nodes that are generated for it."""
+        """Write one operator. Copy its repeated block to the generated nodes (facts `block` and `times`)."""
         block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
@@ -285,7 +285,7 @@ class _Writer:
                 self._record(part, user, self.produced(user), stage)
 
     def _record(self, written: fx.Node, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Record `written` as the node of a traced value in a layout on a stage. Return `written`."""
+        """Record and return `written`, the generated node of a traced value in a layout on a stage."""
         self.mark(written, node, layout)
         stage.made[node, layout] = written
         return written
