@@ -356,7 +356,7 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return the placement on an axis of a value that other axes have already sharded.
+    """Return an axis's placement of a value, relative to the shard that a rank has on other axes.
 
     Example: `tp` shards a dim that concatenates 6 sections, and `dp` shards the same dim over 2 ranks without sections.
     The axis with fewer sections splits the dim first: `dp`. A `dp` rank then has 3 of the 6 sections, so the result for

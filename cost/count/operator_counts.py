@@ -108,11 +108,11 @@ class _Counter:
     def _gradient_additions(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
         """Return the kernels that add up the gradients of values with several consumers.
 
-        An addition counts at a node for each of its inputs that an earlier node uses too. Compiled graphs fuse the
-        additions into other kernels, so this function is for eager mode only.
+        If a node reads a value that an earlier node reads too, one addition counts at the node. Compiled graphs fuse
+        the additions into other kernels, so this function is for eager mode only.
 
         Args:
-            read: values that earlier nodes use. The inputs of this node are added.
+            read: values that earlier nodes read. The function adds the inputs of this node to the set.
         """
         if self.fuses or node not in self.alive:
             return ()

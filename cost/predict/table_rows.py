@@ -137,7 +137,7 @@ class ShardedBytes(NamedTuple):
     Args:
         size: bytes of the unsharded parameters.
         number: number of parameters.
-        cast: bytes that casts of the unsharded parameters and gradients move in a microbatch.
+        cast: bytes that casts of the unsharded parameters and gradients read and write in a microbatch.
     """
 
     size: Size
@@ -203,7 +203,7 @@ def named_in(name: str, path: str, number: int) -> str:
 
 
 def cast_bytes(parameters: Iterable[Parameter]) -> Size:
-    """Return the bytes that casts of parameters and of their gradients move per microbatch."""
+    """Return the bytes that casts of parameters and of their gradients read and write per microbatch."""
     return Size.sum(p.size * ((1 + p.read) * p.casts) for p in parameters)
 
 

@@ -54,7 +54,7 @@ from autopart.passes.rules.operators.autograd_function_rules import backward_is_
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
-    """Yield the analysis results (facts) of a node for the graph dump: `active`, `grad`, `b k, n k -> b n`."""
+    """Yield a node's analysis results (facts) for the graph dump: `active`, `grad`, `b k, n k -> b n`."""
     if node.op == "output":
         return
     yield facts(node)["role"]

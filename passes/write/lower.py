@@ -366,8 +366,8 @@ class _Writer:
     def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
         """Return the tail's input node for a value that the last stage computes per microbatch.
 
-        The tail is the graph that runs once for all microbatches. The runtime merges their values, so the received
-        value has no `MICROBATCH_AXIS` placement.
+        The tail is the graph that runs once for all microbatches. The runtime merges the values of all microbatches, so
+        the received value has no `MICROBATCH_AXIS` placement.
         """
         assert self.trunk is not None
         last, layout = self.trunk.stages[-1], self.trunk.produced(node)

@@ -200,7 +200,7 @@ class BatchSplit(NamedTuple):
 
 
 def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSplit:
-    """Choose the batch strategies of all operators, and find those that run once for all microbatches.
+    """Choose the batch strategies of all operators, and find the operators of the tail.
 
     The tail is the set of operators that must run once for all microbatches.
 

@@ -214,7 +214,7 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
 
 
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return a minimal set of conflicting layout pins: without any one of them, the others do not conflict.
+    """Return a minimal set of conflicting layout pins: without any one of them, the rest is possible.
 
     If one pin alone or two pins conflict, the set has one or two pins.
 
@@ -270,7 +270,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return {operator or weight: number of experts} for the MoE layers that `axis` may shard under the pins."""
+    """Return {operator or weight: number of experts} for MoE layers that the pins let `axis` shard."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}
