@@ -57,12 +57,10 @@ class _SizeSum:
 
 
 class _SentBytes(NamedTuple):
-    """Bytes of the values that would be sent if a stage began at an operator (fields of `OperatorRow`).
+    """Bytes of the values that would be sent if a stage began at an operator.
 
-    Args:
-        alike: the values that can be sent as shards.
-        unkept: the values that the sending stage does not save for backward.
-        kept_later: the values that only the receiving stage saves for backward.
+    The fields are those of `OperatorRow`: values that can be sent as shards, values that the sending stage does not
+    save for backward, and values that only the receiving stage saves.
     """
 
     alike: Size = NOTHING

@@ -365,8 +365,8 @@ def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
     """Return {letter of an operator's sharding rule: the dims that it merges, as atoms}.
 
-    In a rule such as `b k, n k -> b n`, `b` has the atoms (batch, sequence) if a view merged both. The atoms are those
-    of an input with the letter or, if only the output has it (`expand`), of the output.
+    In a rule such as `b k, n k -> b n`, `b` has the atoms (batch, sequence) if a view merged both. The atoms are taken
+    from an input with the letter or, if only the output has it (`expand`), from the output.
     """
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs[:1]:
