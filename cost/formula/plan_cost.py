@@ -45,7 +45,7 @@ class Figures:
         memory_bytes: peak bytes of the fullest rank.
         parts_s: {kind of work: seconds}.
         memory_parts: {kind of memory: bytes}.
-        notes: reasons why a plan made for these sizes might differ.
+        notes: reasons why a new plan, made for these sizes, might have other layouts.
     """
 
     step_time_s: float
