@@ -208,7 +208,7 @@ def _call_text(node: fx.Node) -> str:
 
 
 def program_files(program: Program) -> dict[str, str]:
-    """Return `{stage0.txt: the graphs of stage 0 and its prologue, as text}` for every stage."""
+    """Return {file name, such as `stage0.txt`: text of a stage's graphs} for every stage."""
     return {
         f"stage{stage.index}.txt": f"prologue\n\n{graph_text(stage.prologue.graph)}\n"
         f"stage {stage.index}\n\n{graph_text(stage.graph.graph)}"

@@ -26,7 +26,7 @@ class CostNotes(NamedTuple):
     """Cost properties of an operator that do not follow from its tensor shapes.
 
     Attributes:
-        kind: efficiency curve of its matrix products, "matmul" or "attention".
+        kind: which efficiency curve of the hardware profile applies to its products, "matmul" or "attention".
         backward_work: FLOPs of the backward divided by FLOPs of the forward, if the backward is one kernel. 0: the
             backward runs one matrix product per operand.
         looks_up: the operator reads one row of its first operand for each row of its output, like an embedding.

@@ -144,14 +144,17 @@ def shard(dim: int, sections: Sections = ()) -> Placement:
 
 
 def is_zigzag(sections: Sections) -> bool:
-    """Return True if each section (concatenated part) of the sharded dim is split in zigzag."""
+    """Return True if each section (concatenated part) of the sharded dim is split in zigzag.
+
+    A rank then gets a chunk from the front of the section, and one from its back.
+    """
     return len(sections) == 1 and sections[0] < 0
 
 
 def num_sections(sections: Sections) -> int:
-    """Return the number of sections of a dim whose sections have equal sizes.
+    """Return the number of concatenated parts (sections) of a dim, which must have equal sizes.
 
-    `(-3,)` means three sections in zigzag.
+    `(-3,)` means three sections that are each sharded in zigzag.
 
     >>> num_sections(()), num_sections((3,)), num_sections((-3,))
     (1, 3, 3)
@@ -160,7 +163,7 @@ def num_sections(sections: Sections) -> int:
 
 
 def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
-    """Return the sizes of the sections of a dim of `size` elements.
+    """Return the sizes of the concatenated parts (sections) of a dim of `size` elements.
 
     >>> section_sizes(96, (3,)), section_sizes(96, (64, 16, 16)), section_sizes(5, ())
     ((32, 32, 32), (64, 16, 16), (5,))
@@ -218,7 +221,7 @@ def local_shape(
 def flattened_shards(layout: Layout) -> dict[str, Placement]:
     """Return {axis: placement} of the axes that shard a value, outermost first.
 
-    If several axes shard one dim, they are flattened into one axis, unless the dim has sections. The dim is then split
+    If several axes shard one dim, they are flattened into one axis, unless the dim is a concatenation. The dim is split
     once over the ranks of all these axes, so that unequal shards have the sizes of `torch.chunk`.
 
     >>> [f"{axis}:{p}" for axis, p in flattened_shards({"cp": shard(0), "ep": shard(0), "tp": shard(1, (2,))}).items()]
@@ -293,7 +296,7 @@ class Conversion:
     `operator` is the name of the custom operator `torch.ops.autopart.<operator>`. `forward` and `backward` name the
     primitive that it runs in each direction. `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` communicate.
     `identity`, `slice`, `pad` and `own` are local; `own` keeps the value on the first rank and sets it to zero on
-    others.
+    all other ranks.
     """
 
     operator: str
@@ -353,7 +356,7 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return the placement on an axis, relative to a shard that other axes have cut from the dim.
+    """Return an axis's placement of a value, relative to the shard that a rank has on other axes.
 
     Example: `tp` shards a dim that concatenates 6 sections, and `dp` shards the same dim over 2 ranks without sections.
     The axis with fewer sections splits the dim first: `dp`. A `dp` rank then has 3 of the 6 sections, so the result for
@@ -381,7 +384,7 @@ def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_sh
     """Return True if one collective converts the value from `source` to `target`.
 
     Otherwise the value is first converted to replicated, and then to `target`. An all-to-all between two sharded dims
-    supports neither unequal shards nor sections.
+    supports neither unequal shards nor dims that are concatenations (sections).
     """
     if source == target:
         return True

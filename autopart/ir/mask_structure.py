@@ -50,7 +50,7 @@ class QueryRun(NamedTuple):
 
     @property
     def hides(self) -> tuple[bool, bool]:
-        """Two booleans: True if a query of the run masks key `low`, and True if one masks key `high - 1`."""
+        """Two booleans: some query of the run masks key `low`; some query masks key `high - 1`."""
         return self.first + self.queries - 1 > self.low, self.end < self.high
 
     @property

@@ -29,11 +29,12 @@ class Pattern:
         sizes: the size of each factor.
         whole: factors that cannot be sharded.
         linear: sets of inputs, by index. If all inputs of one set are partial sums, the output is a partial sum.
-        lookup: a factor that can be sharded only with a special local operator (`embedding`, `cross_entropy_loss`).
-        all_reduces: number of all-reduces in that local operator, each of the size of its output.
+        lookup: a factor that can be sharded only if ranks run another operator in place of the call, such as a
+            vocabulary-parallel embedding.
+        all_reduces: number of all-reduces in this other operator, each of the size of its output.
         flops: FLOPs of the call.
         joined: {factor: section sizes} of concatenated dims (`cat`, `split_with_sizes`).
-        tied: numbers of the inputs that contain the indices of elements selected by a mask (`ir/selection.py`). Such an
+        tied: positions of the inputs that contain indices of elements selected by a mask (`ir/selection.py`). Such an
             input is sharded in the same way as the selected elements.
         routes: "out" if the call dispatches tokens to experts, "back" if it combines the outputs of experts.
         context: "ring" if the call is attention that can run as ring attention: keys and values are sharded like

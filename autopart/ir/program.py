@@ -220,7 +220,7 @@ class Output:
 
     Attributes:
         layout: layout of the tensor.
-        made_of: names of the model inputs on which the output depends. It is filled only if every rank passes its local
+        made_of: names of the model inputs on which the output depends; empty unless every rank passes only its local
             batch.
         is_number: True if the model returns a Python number, such as `loss.item()`.
     """
@@ -302,7 +302,7 @@ class Program:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages, without the tail (`Program.tail`)."""
+        """Number of pipeline stages. The tail, which runs once for all microbatches, does not count."""
         return len(self.stages) - self.stages[-1].is_tail
 
     def runs_of(self, stage: Stage) -> int:
@@ -311,9 +311,9 @@ class Program:
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:
-        """Random operators of the model, as nodes of the first stage's prologue.
+        """Random operators of the model, as nodes of the first stage's prologue (`Stage.prologue`).
 
-        Each prologue contains all of them.
+        The prologue of every stage contains all random operators.
         """
         nodes = self.stages[0].prologue.graph.nodes if self.draws else ()
         return tuple(node for node in nodes if draws_random_numbers(node))

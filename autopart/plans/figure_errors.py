@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading_figures(plan: Plan) -> Iterator[None]:
-    """Raise PlanError in place of errors in a `with` block that uses inconsistent figures of a plan file."""
+    """Turn errors that inconsistent figures of a plan file cause in a `with` block into PlanErrors."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -39,7 +39,8 @@ FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {
 class LayoutPin:
     """Pin of a placement on one axis, for all parameters or operators whose names match a pattern.
 
-    `of_operator`: True if the pattern is for names of operators, False for names of parameters.
+    `text` is the placement, such as `S(0)` or `R -> S(2)`. `of_operator` is True if the pattern is for names of
+    operators, False if it is for names of parameters.
     """
 
     name: str

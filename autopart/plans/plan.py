@@ -55,7 +55,7 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return regular expressions for axis names: all axes, those of parameter and of operator layouts."""
+    """Return three regular expressions: all axis names, those in parameter and in operator layouts."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
@@ -238,7 +238,7 @@ class Plan(ShownAsText):
     def why(self, name: str) -> Why:
         """Explain a setting of the plan, or the layout of a parameter, module, operator or collective.
 
-        The answer has the price of the alternatives. Settings are explained also if the plan was read from a file.
+        The answer has the cost of each alternative. Only settings can be explained if the plan was read from a file.
 
         Args:
             name: `mesh`, `schedule`, `microbatches` or `zero`; a name of the model or of `explain`

@@ -64,9 +64,9 @@ class _Traced:
         changed_values: the differences between `first_guards` and `guards`, as text. Ranks compare this text.
         row_inputs: with `local_batch=True`, names of the inputs that have only this rank's samples; else None.
         programs: {purpose, such as "forward": program} of the programs written so far.
-        derived_from: None if the call was traced. The programs of a derived call are computed from those of traced
-            calls with other sizes: (these traced calls, sizes of the derived call). Its other attributes are copied
-            from one of the traced calls.
+        derived_from: None if the call was traced. Otherwise the call was derived from traced calls with other sizes:
+            (these traced calls, sizes of this call). Its programs are computed from theirs, and its other attributes
+            are copied from one of them.
     """
 
     trace: Trace
@@ -112,8 +112,8 @@ class Compiler:
         self.buffers: Mapping[str, Tensor] = {}
         """{name: buffer} of the partitioned module, whose values can differ from the model's."""
         self._values_read: dict[tuple[str, str], set[str]] = {}
-        self._read_sites: set[Site] = set()  # the next trace need not find them again
         """{(expression, source line): the values that Python read in the traces}."""
+        self._read_sites: set[Site] = set()  # the next trace need not find them again
         self._has_warned_of_change = False
         self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # for each set of calls that differ only in numbers
         self._has_number_inputs = False
@@ -411,7 +411,7 @@ class Compiler:
     def _changed_values(self, first: Guards) -> str:
         """Return, as text, the Python values that have changed since an earlier trace.
 
-        Warn when this happens for the first time.
+        Warn the first time that a value has changed.
         """
         changes = [*first.changes()]
         if changes and not self._has_warned_of_change:

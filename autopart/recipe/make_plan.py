@@ -205,7 +205,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
 
     If the trace has deduplicated blocks, the deduplicated trace is planned, because that is faster and gives an equal
     plan. The full trace is planned in two cases: an option excludes deduplication, or planning the deduplicated trace
-    fails. In the second case the error then names the right block.
+    fails. In the second case, the full trace has a plan, or its error names the right one of the equal blocks.
     """
     if traced.folds and not traced.checkpointed and can_be_folded(mesh, options):
         try:
@@ -410,7 +410,7 @@ def _feature_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def left_open(options: Options) -> dict[str, Any]:
-    """Return {option: current value} of the options that can save memory, such as `zero`."""
+    """Return {option: current value} of the options that the memory advice may change, such as `zero`."""
     return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
 
 

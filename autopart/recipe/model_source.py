@@ -29,7 +29,7 @@ from autopart.errors import CheckpointError, InputError, OptionError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 CONFIGS = Path(__file__).parent.parent / "configs"
-"""{name: transformers config} with the published sizes.
+"""Folder of transformers configs with the published sizes of models.
 
 Sources: GPT-2 (Radford 2019), GPT-3 (Brown 2020; the padded vocabulary of Narayanan 2021), Llama 2 and 3 (Touvron 2023,
 Grattafiori 2024), Mixtral (Jiang 2024).

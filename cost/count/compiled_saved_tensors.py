@@ -65,15 +65,15 @@ The value is None for a buffer that is never recomputed.
 def with_compiled(walk: Liveness) -> Liveness:
     """Return a stage's liveness analysis with the analysis of its compiled graph in the field `compiled`.
 
-    In the analysis of the compiled graph, an operator's saved tensors (`keeps`, `others`) are all tensors that its
-    compiled backward needs. Tensors from which the backward recomputes values count too. Values that are not
-    materialised have 0 bytes.
+    In this second analysis, the saved tensors of an operator (`keeps`, `others`) are all tensors that its compiled
+    backward reads, including those from which the backward recomputes values. Values that the compiled graph never
+    writes to memory have 0 bytes.
     """
     return replace(walk, compiled=_Compiled(walk).walk())
 
 
 class _Compiled:
-    """Analysis of the compiled graph of one stage: the tensors that it saves, the values in memory."""
+    """Analysis of a compiled stage graph: which tensors it saves, and which values it writes to memory."""
 
     def __init__(self, eager: Liveness):
         self.eager, self.alive = eager, eager.reached()
@@ -116,8 +116,8 @@ class _Compiled:
     def _signs(self) -> dict[_ExtraSaved, list[MemoryBuffer]]:
         """Replace saved values by a sign buffer if an operator's backward needs only their signs.
 
-        A sign buffer has one byte per element. It takes the place of the values in `in_backward`. Returns {sign buffer:
-        the buffers that it replaces}.
+        A sign buffer has one byte per element. It replaces these values in the mapping `in_backward`. Returns {sign
+        buffer: the buffers that it replaces}.
         """
         signs: dict[_ExtraSaved, list[MemoryBuffer]] = {}
         for node, read in self.in_backward.items():
@@ -131,9 +131,9 @@ class _Compiled:
     def _reused_values(self) -> dict[MemoryBuffer, bool]:
         """Find values that fusible operators read again after an unfusible operator has run.
 
-        Such a value is materialised. As in torch, the backward does not recompute the outputs of the operators that
-        read the value again. Returns {buffer: True if it must not be recomputed}, with the buffers of these values
-        (False) and of these outputs (True).
+        Such a value is written to memory. As in torch, the backward does not recompute the outputs of the operators
+        that read it again. Returns {buffer: True if the backward must not recompute it}: False for the buffers of these
+        values, True for the buffers of these outputs.
         """
         far: dict[MemoryBuffer, bool] = {}
         for memory, users in self.users.items():

@@ -21,9 +21,9 @@ def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
 
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
-    """Return the bytes of the rank's parameters that each `dp_sync` method synchronizes.
+    """Return the bytes of the rank's parameters that each data-parallel method (`dp_sync`) synchronizes.
 
-    Parameters whose gradients are all-reduced are left out.
+    Parameters without such a method, whose gradients are all-reduced, are left out.
     """
     rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:

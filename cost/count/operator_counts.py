@@ -108,11 +108,11 @@ class _Counter:
     def _gradient_additions(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
         """Return the kernels that add up the gradients of values with several consumers.
 
-        An addition counts at a node for each of its inputs that an earlier node uses too. Compiled graphs fuse the
-        additions into other kernels, so this function is for eager mode only.
+        If a node reads a value that an earlier node reads too, one addition counts at the node. Compiled graphs fuse
+        the additions into other kernels, so this function is for eager mode only.
 
         Args:
-            read: values that earlier nodes use. The inputs of this node are added.
+            read: values that earlier nodes read. The function adds the inputs of this node to the set.
         """
         if self.fuses or node not in self.alive:
             return ()
@@ -342,16 +342,16 @@ class _Counter:
     def _queries(self, node: fx.Node) -> Size:
         """Return the number of queries of attention as a `Size` (a polynomial in batch and sequence).
 
-        The number scales with the sequence length if the FLOPs of the attention scale with it.
+        The number scales with the sequence length if the FLOPs of the attention do.
         """
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
 
     def _as_causal(self, work: Work, node: fx.Node, keys: int) -> Work:
-        """Return the work of a causal attention, whose FLOPs count all keys (`Work.causal`).
+        """Return `work`, a causal attention, with the FLOPs of attention to all keys (`Work.causal`).
 
-        The FLOPs of `work` count only the keys that a query attends. These are half of the keys, so the FLOPs are
-        doubled here. `Work.seconds` multiplies them by the share that a kernel computes (`Hardware.causal_share`).
+        The FLOPs of `work` count only the keys that a query attends, on average half of all keys. So they are doubled
+        here. `Work.seconds` multiplies them by the share that a kernel computes (`Hardware.causal_share`).
 
         Args:
             keys: number of all keys.

@@ -154,9 +154,9 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return, for each stage but the first, the bytes that it receives.
+    """Return, for each stage but the first, the bytes that it receives per microbatch.
 
-    Each entry has all bytes, and the bytes that can be sent as shards.
+    Each entry has the bytes of all values, and the bytes of the values that can be sent as shards.
 
     Args:
         program: a program whose stages send full values, not shards.
@@ -332,7 +332,7 @@ def cost(
     rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...], step: Simulation,
     device_memory: tuple[str, float], lower_bound: float | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the entries of `Plan.cost`: the simulated step, the counts, and the memory of a device.
+    """Return the entries of `Plan.cost`: the simulated step, FLOPs, sent bytes, and device memory.
 
     Args:
         rows: one mapping per stage (`stage_rows`).

@@ -29,8 +29,8 @@ def tokens(trace: Trace) -> int:
 class ScalingExponents:
     """Scaling exponents (`Exponents`) of the values and FLOPs of nodes of a stage graph.
 
-    The exponents follow from the dims of traced values. A dim, or a factor of a dim, scales with the sequence if its
-    size is a multiple of the tokens per sample. Dims of weights do not scale.
+    The exponents follow from the dims of traced values. A dim, or one factor of a merged dim, scales with the sequence
+    if its size is a multiple of the tokens per sample. Dims of weights do not scale.
     """
 
     def __init__(self, trace: Trace, program: Program):

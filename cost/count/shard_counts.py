@@ -27,7 +27,7 @@ The operator is the first matrix product with this number, for example `{"tp": {
 def divided(trace: Trace, program: Program) -> Divided:
     """Return the numbers of heads, experts or features that matrix products shard over each axis.
 
-    The result is a `Divided`. Only axes that shard features or experts have an entry.
+    Only axes that shard features or experts have an entry.
     """
     mesh, counts = program.mesh, Divided()
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items() if cuts != "positions"}
@@ -47,8 +47,8 @@ def divided(trace: Trace, program: Program) -> Divided:
 def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:
     """Yield the number of heads, experts or features in each dim that is sharded over an axis.
 
-    The dims are those of a node's inputs and output. The number is the size of the dim's outermost factor. For a
-    concatenated dim, a number is yielded for each concatenated tensor (`Placement.sections`).
+    The dims are those of a node's inputs and output. For a merged dim such as (heads, head size), the number is the
+    size of its first factor. For a dim of concatenated tensors, one number is yielded per tensor.
     """
     for used in (node, *tensor_inputs(node)):
         origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)

@@ -133,7 +133,8 @@ def memories(result: Any, lasting: bool = False) -> set[MemoryBuffer]:
 class Liveness:
     """Liveness analysis of a stage graph, which `run` evaluates on tensor specs.
 
-    The stage's prologue computes the stage inputs that depend only on the model's inputs, such as masks.
+    The stage's prologue (a graph that runs before the microbatches) computes the stage inputs that depend only on the
+    model's inputs, such as masks.
 
     Args:
         inputs: {stage input from the prologue: its value}.

@@ -3,7 +3,7 @@
 For each operator, there are polynomials of:
 
 - the tensors that it saves for backward
-- the values that cross a stage boundary placed before it
+- the values that would be sent to the next stage if that stage began at it
 - the buffers that exist while it runs (`liveness.py`)
 
 Weights that are being gathered and gradients of weights are not included: `cost/predict/table_memory.py` adds them.
@@ -57,9 +57,10 @@ class _SizeSum:
 
 
 class _SentBytes(NamedTuple):
-    """Bytes of the values that a stage boundary right before an operator would send.
+    """Bytes of the values that would be sent if a stage began at an operator.
 
-    `OperatorRow` describes the fields.
+    The fields are those of `OperatorRow`: values that can be sent as shards, values that the sending stage does not
+    save for backward, and values that only the receiving stage saves.
     """
 
     alike: Size = NOTHING
@@ -70,7 +71,7 @@ class _SentBytes(NamedTuple):
 class _FusedKernel:
     """Consecutive operators whose backward is one fused kernel.
 
-    The kernel's inputs stay allocated until it ends.
+    The kernel's inputs are freed only when the kernel ends.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class _FusedKernel:
         self.saved_bytes |= {memory.size_bytes for memory in saved}
 
     def needs(self, made: Size) -> Size:
-        """Return the bytes of the kernel's inputs and output; `NOTHING` if the output can overwrite an input.
+        """Return the bytes of the kernel's inputs and output; 0 bytes if the output can overwrite an input.
 
         Args:
             made: bytes of the output.
@@ -192,10 +193,10 @@ class SymbolicMemory:
         )
 
     def _boundary_bytes(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> _SentBytes:
-        """Return the bytes that a stage boundary before a node sends, as fields of `OperatorRow`.
+        """Return fields of `OperatorRow`: bytes of the values that are sent if a stage begins at a node.
 
         Args:
-            travelling: {value that the boundary sends: its bytes}.
+            travelling: {value that is sent: its bytes}.
         """
         alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
         pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
@@ -213,7 +214,7 @@ class SymbolicMemory:
         return origin is not None and scatter_layout(origin, layout, self.walk.program.mesh) is not None
 
     def _in_forward(self) -> dict[fx.Node, Size]:
-        """Return {node: bytes that exist while its forward runs}.
+        """Return {node: bytes allocated while its forward runs}.
 
         Tensors that the node and earlier nodes save for backward are not included.
         """
@@ -231,7 +232,7 @@ class SymbolicMemory:
         return beyond
 
     def _in_backward(self) -> tuple[dict[fx.Node, Size], dict[fx.Node, Size]]:
-        """Return {node: bytes while its backward runs} and {node: bytes after its backward}.
+        """Return {node: bytes allocated while its backward runs} and {node: bytes allocated after it}.
 
         The bytes are those of gradients, recomputed values and workspace. Gradients of weights are not included.
         """
@@ -337,7 +338,7 @@ class SymbolicMemory:
 
     @cached_property
     def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
-        """{node: {value: bytes}} of the values that a stage boundary before the node would send.
+        """{node: {value: bytes}} of the values that would be sent if a stage began at the node.
 
         The bytes are None for a value without gradient, because pipelining cannot send it. Values that depend only on
         the model's inputs, or only on weights, are left out: each stage computes them itself.

@@ -263,7 +263,7 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
 def _sync_sizes(trace: Trace, program: Program, name: str) -> tuple[int, int]:
     """Return the sizes of a parameter that `dp_sync` methods need: (bytes per element, size of dim 0).
 
-    The size is 0 for a vector. If gradients are all-reduced, returns the defaults (4, 0).
+    The size of dim 0 is 0 for a vector. Returns (4, 0) if gradients are all-reduced, which needs neither size.
     """
     tensor = trace.parameters[name]
     if program.dp_sync.is_default:

@@ -45,7 +45,7 @@ class Figures:
         memory_bytes: peak bytes of the fullest rank.
         parts_s: {kind of work: seconds}.
         memory_parts: {kind of memory: bytes}.
-        notes: reasons why a plan made for these sizes might differ.
+        notes: reasons why a new plan, made for these sizes, might have other layouts.
     """
 
     step_time_s: float
@@ -230,9 +230,10 @@ class Cost(dict[str, Any]):
 
         Layouts stay those of the plan. `Figures.notes` has a note if a plan for these sizes may have other layouts.
 
-        Raises OptionError for other names, for sizes that are not above zero, and for fewer expert ranks than the
-        plan's `balance`. Raises LayoutError if the layouts have fewer shards than an axis has ranks. Raises StageError
-        if there are too few stage boundaries, or no schedule can run the stages and microbatches.
+        Raises OptionError for other names, for sizes that are not above zero, and for fewer expert ranks than
+        `balance` (the plan's load of the busiest expert rank, relative to the mean). Raises LayoutError if the layouts
+        have fewer shards than an axis has ranks. Raises StageError if there are too few stage boundaries, or no
+        schedule can run the stages and microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():

@@ -22,8 +22,8 @@ class CommParameter(NamedTuple):
     Args:
         part_bytes: the shard that a rank stores.
         whole_bytes: the full parameter, in the compute dtype.
-        read: bytes of the parameter in the compute dtype, per byte in its stored dtype.
-        summed: bytes of the gradient in the reduction dtype, per byte of the parameter in its stored dtype.
+        read: element size of the compute dtype, divided by that of the stored dtype.
+        summed: element size of the dtype in which its gradient is reduced, divided by that of the stored dtype.
         kind: grouping key. Only parameters with equal keys share a bucket.
         in_order: True if the full parameter is its shards concatenated.
         is_summed: True if a collective reduces its gradient over at least one axis.
@@ -51,8 +51,8 @@ class GradientBucket(NamedTuple):
     Args:
         names: the parameters.
         flat_bytes: the flat buffer that is reduced; 0 if gradients are reduced in place.
-        part_bytes: the result of the reduction, which becomes this rank's shard.
-        gather_bytes: buffers of the all-gather of the parameters.
+        part_bytes: the result of the reduction: this rank's shards of the gradients.
+        gather_bytes: buffers of the all-gather that unshards the parameters once a step.
         scatters: True if the unsharded gradients are freed after the reduction.
         each: True if the bucket is reduced after every microbatch, False if once a step.
         kept_bytes: the accumulated gradients, if they are accumulated in a higher precision.
@@ -76,7 +76,7 @@ class WeightGroup(NamedTuple):
         names: the parameters.
         whole_bytes: the unsharded weights.
         received_bytes: input and output buffer of the all-gather.
-        opening_bytes: both buffers, and the unsharded weights if they are copied out of the output buffer.
+        opening_bytes: these two buffers, and the unsharded weights if they are copied out of the output buffer.
         grad_bytes: the buffer from which the gradients are reduce-scattered.
     """
 
@@ -97,7 +97,7 @@ class WeightGroup(NamedTuple):
 
 
 def reduce_buckets(weights: Mapping[str, CommParameter]) -> Iterator[GradientBucket]:
-    """Yield the buckets of gradients that are reduced once a step."""
+    """Yield the buckets of gradients that are all-reduced once a step."""
     for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}, ALONE_BYTES):
         size, summed = sum(one.part_bytes for one in members), members[0].summed
         is_copied = len(bucket) > 1 or summed != 1
@@ -121,7 +121,7 @@ def _buckets(
 def reduce_scatter_buckets(
     weights: Mapping[str, CommParameter], zero: int, microbatches: int
 ) -> Iterator[GradientBucket]:
-    """Yield the gradient buckets of weights that stay unsharded for a step, in the order of their use.
+    """Yield the gradient buckets of weights that ZeRO 1 or 2 keeps unsharded for a step.
 
     Args:
         zero: ZeRO stage, 1 or 2.
@@ -154,13 +154,13 @@ class MemoryEvent(NamedTuple):
 
     Kinds of changes:
 
-    - "takes": allocates `size` bytes. A negative size frees bytes.
-    - "peak": records the current memory plus `size` bytes.
-    - "ahead": sets the bytes of prefetched weights to `size`.
-    - "sends": a reduction of gradients starts, with a flat buffer of `size` bytes and `part` bytes of this rank's
-      shards.
-    - "gives": the gradient of `name`, of `size` bytes, is complete. If an earlier microbatch has computed a gradient,
-      the new gradient is added to it and freed.
+    - "takes": `size` bytes are allocated, or freed if `size` is negative.
+    - "peak": `size` bytes more than the current memory are in use for a moment. This changes only the peak.
+    - "ahead": prefetched weights have `size` bytes from now on.
+    - "sends": a reduce-scatter of gradients starts. Its flat buffer has `size` bytes, and its result (this rank's
+      shards) has `part` bytes.
+    - "gives": the gradient of the parameter `name`, of `size` bytes, is complete. If an earlier microbatch has computed
+      a gradient, the new one is added to it and freed.
     """
 
     kind: Literal["takes", "peak", "ahead", "sends", "gives"]
@@ -230,10 +230,10 @@ def forward_peak(events: Sequence[MemoryEvent]) -> float:
 def backward_peaks(
     events: Sequence[MemoryEvent], traffic: StageCommBuffers, whole: Mapping[str, float], microbatches: int
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the peak bytes of the first backward of a step, and of later backwards of the step.
+    """Return the peak bytes of a step's first backward, and of its later backwards.
 
-    The bytes are those of gradients and saved tensors. Gradients that are reduced once a step are reduced in the last
-    backward of the step.
+    The bytes are those of gradients and saved tensors. Gradients that are reduced once a step are reduced during the
+    last backward.
 
     Args:
         events: the changes of memory while a backward runs.
@@ -257,8 +257,8 @@ class _MemoryTracker:
 
     Args:
         whole: {parameter: bytes of it in the compute dtype}.
-        sends: True if this backward reduces the gradients of the step.
-        is_later: True if an earlier microbatch of the step has run.
+        sends: True in the last backward of a step, which reduces the gradients that are reduced once a step.
+        is_later: True if the backward of an earlier microbatch of the step has run.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class _MemoryTracker:
                       for name in sent.names}  # fmt: skip
 
     def run(self, events: Sequence[MemoryEvent]) -> tuple[float, float]:
-        """Return the peak bytes of a first and of a later backward of a step.
+        """Process the events, and return two peaks: as a step's first backward, and as a later backward.
 
         A later backward frees each weight gradient after adding it to the accumulated gradient. Gradients that earlier
         backwards accumulated are not included.

@@ -74,8 +74,8 @@ def chosen_ranks(mesh: Mesh) -> dict[str, int]:
 class Size:
     """A polynomial in samples `b`, tokens `s`, `1 / tp`, `1 / cp` and `1 / ep`, such as bytes of a value.
 
-    An operator is counted at reference sizes. The polynomial stores the exponents of each term, and the value of each
-    term at the reference sizes.
+    An operator is counted for one setting of `b`, `s`, `tp`, `cp` and `ep`, the reference sizes. The polynomial stores
+    the exponents of each term, and the value of each term at the reference sizes.
 
     >>> x = Size.of(12.0, Exponents(1, 1, 0)) + Size.of(4.0, Exponents(0, 0, 1))
     >>> x.value, x.at(Sizes(2.0, 3.0, 0.5))
@@ -99,7 +99,7 @@ class Size:
 
     @property
     def value(self) -> float:
-        """Value of the polynomial at the reference sizes, at which operators are counted."""
+        """Value of the polynomial at the reference sizes, for which operators were counted."""
         return sum(value for _, value in self.terms)
 
     def at(self, times: Sizes) -> Any:
@@ -164,7 +164,7 @@ class Work(NamedTuple):
         """Return the seconds of the kernel or collective on one rank.
 
         Args:
-            times: the sizes as multiples of the reference sizes, at which operators were counted.
+            times: samples, tokens and ranks, as multiples of those for which operators were counted.
         """
         size = float(self.size.at(times))
         if self.axis:
@@ -185,7 +185,7 @@ class Work(NamedTuple):
         """Return the bytes that a rank sends in a collective, or 0 for a kernel.
 
         Args:
-            times: the sizes as multiples of the reference sizes, at which operators were counted.
+            times: samples, tokens and ranks, as multiples of those for which operators were counted.
         """
         if not self.axis:
             return 0.0
@@ -197,7 +197,7 @@ def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> 
 
     Args:
         works: pairs (kernel, number of runs).
-        times: the sizes as multiples of the reference sizes, at which operators were counted.
+        times: samples, tokens and ranks, as multiples of those for which operators were counted.
     """
     flops: dict[str, float] = {}
     for work, count in works:

@@ -18,8 +18,8 @@ class BoundaryBytes(NamedTuple):
 
     Args:
         whole: bytes of all values, each sent in full.
-        alike: bytes of the values that can be sent as shards because they are replicated over the feature axes
-            (`autopart.ir.run.scatter_gather_sends`).
+        alike: bytes of the values that can be sent as shards, because all ranks of the feature axes (`tp`) have equal
+            copies (`autopart.ir.run.scatter_gather_sends`).
     """
 
     whole: float

@@ -240,7 +240,7 @@ def simulated(
 
 
 def _host(stages: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return {kind of action: for each stage, seconds of the CPU}; {} if the plan does not count the CPU."""
+    """Return {kind of action: [seconds of the CPU, by stage]}; {} if the plan does not count the CPU."""
     if not any(row.get("host") for row in stages):
         return {}
     host = {part: [row.get("host", {}).get(part, 0.0) for row in stages] for part in TIMING_PARTS}

@@ -193,8 +193,9 @@ class _Stages:
         """Return the times of all possible stages, as two arrays.
 
         The first array has shape [positions]: the time of a first stage that ends at each position. The second array
-        has shape [positions, widest]. Its entry [i, j] is the time of a stage that ends at position i and starts at
-        position `i - widest + j`. A stage with a load above `max_load` has infinite time.
+        has shape [positions, widest]. Its entry [i, j] is the time of a stage from position `i - widest + j` to i;
+        `widest` is the largest number of positions that a stage can span. A stage with a load above `max_load` has
+        infinite time.
         """
         max_load *= 1 + 1e-12
         every = np.arange(len(self.end))

@@ -53,7 +53,7 @@ class Table:
 
     Args:
         rows: work and memory of the operators of the trace.
-        order: all operators of the model as (index into `rows`, module path of the block's list, index of the block).
+        order: all operators of the model as (index into `rows`, path of the list of blocks, index of the block in it).
         parameters: {name: parameter} of the trace.
         b, s, tp, cp, ep: the reference sizes: samples of a microbatch, tokens per sample, and ranks of each axis.
         row_flops: FLOPs of the forward's matrix products per sample.
@@ -65,7 +65,7 @@ class Table:
         hidden_sums: share of gradients that are not in the bucket that completes last. Their reduction may overlap with
             backward.
         cuts: {number of stages: stage boundaries of the program that was counted}.
-        divided: result of `cost.count.shard_counts.divided`.
+        divided: numbers of heads, experts or features that each axis shards (`cost.count.shard_counts`).
         m: microbatches for which the rows of the tail were counted; 1 without a tail.
     """
 
@@ -107,7 +107,7 @@ class Table:
     def counts(self) -> Mapping[tuple[str, Work], float]:
         """{(phase of a step, such as "forward"; kernel or collective): number of runs per microbatch}.
 
-        Work of the tail counts as an equal share in each microbatch.
+        Work of the tail, which runs once per step, counts as an equal share in each microbatch.
         """
         often_done = defaultdict[tuple[str, Work], float](int)
         for row, number in zip(self.rows, self.often, strict=True):
@@ -124,7 +124,7 @@ class Table:
 
     @cached_property
     def load(self) -> float:
-        """Total load (FLOPs) of all operators at the sizes at which the operators were counted."""
+        """Total load (FLOPs) of all operators at the table's reference sizes."""
         return math.fsum(row.load.value * number for row, number in zip(self.rows, self.often, strict=True)) or 1.0
 
     @cached_property
@@ -251,7 +251,7 @@ class TableCost:
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """For each `pp` coordinate, the parameters that its ranks store: {name: name in `Table.parameters`}."""
+        """For each `pp` coordinate, the stored parameters: {key (`named_in`): name in `Table.parameters`}."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
         return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 
@@ -283,7 +283,7 @@ class TableCost:
 
     @property
     def hidden_sums(self) -> float:
-        """Share of the gradient reduction that overlaps with the last backward of a step."""
+        """Share of the gradient reduction that costs no time, because it overlaps with a step's last backward."""
         asked = self.setting.hidden_sums
         return self.table.hidden_sums * self.hardware.overlap if asked is None else asked
 
@@ -296,9 +296,9 @@ class TableCost:
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
-        """Return, as a tuple, the axis on which a `dp_sync` method replaces the all-reduce of a gradient.
+        """Return the axes over which a `dp_sync` method replaces the all-reduce of a parameter's gradient.
 
-        Returns () if no method does, or if no axis shards the batch. `name` is the parameter's name in the table.
+        The tuple has at most one axis, which shards the batch. `name` is the parameter's name in the table.
         """
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
@@ -356,8 +356,8 @@ class TableCost:
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """Return the entry of stage `index` in `Plan.timing`. Seconds and bytes are per microbatch.
 
-        For the tail, which runs once for all microbatches, they are per step. The tail receives nothing from another
-        rank.
+        The last index can be the tail, which runs once per step. Its seconds and bytes are per step, and it receives
+        nothing from another rank.
 
         Args:
             stage: the indices of the stage's operators.
@@ -531,10 +531,10 @@ class TableCost:
         return self.local_bytes(name) * self.table.parameters[name].trained
 
     def grown_bytes(self, name: str) -> float:
-        """Return the bytes of a parameter's gradient at the end of a step.
+        """Return the bytes of a parameter's accumulated gradient right before the optimizer step.
 
-        With ZeRO 1, the gradient is unsharded until the end of the step. A gradient that a `dp_sync` method receives
-        has the parameter's dtype.
+        ZeRO 1 keeps the gradient unsharded during the step: in the compute dtype with one microbatch, else in the
+        reduction dtype. A gradient that a `dp_sync` method receives has the parameter's stored dtype.
         """
         if self.is_sent_whole(name):
             return self.sent_bytes(name) * self.table.parameters[name].trained

@@ -45,7 +45,7 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
     If the counted trace was deduplicated, the result lists all operators of the full model.
 
     Args:
-        scatter_sends: False to drop the bytes that could be sent as shards.
+        scatter_sends: False to set the bytes that can be sent as shards to 0.
         folds: the blocks of the trace that represent several blocks of the model.
 
     Raises NotDeduplicable if a block in `folds` has other rows than its neighbours in the trace.

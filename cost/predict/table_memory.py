@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import TableCost
 
 Order = Sequence[tuple[int, str, int]]
-"""Operators, each as (index of its row, module path of its block's list, index of the block) (`Table.order`)."""
+"""Operators, each as (index of its row, path of the list of blocks, index of its block in it), as `Table.order`."""
 
 
 class ParameterUses(NamedTuple):
@@ -47,8 +47,8 @@ class ParameterUses(NamedTuple):
         first, last: index of the first and last operator that reads it.
         opened: index of the operator before whose backward it is gathered. This is `last`, or the last operator of the
             recomputed region that contains operator `last`.
-        again: True if the operators are recomputed in backward.
-        kept: True if the backward of the operators reads it.
+        again: True if its last operator is recomputed in backward.
+        kept: True if the backward of one of its operators reads it.
         trained: True if it gets a gradient.
     """
 
@@ -142,7 +142,7 @@ def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Actio
 def _receive_buffers(priced: TableCost, stages: Sequence[_Stage], order: Sequence[Action]) -> float:
     """Return the bytes of a rank's receive buffers, for all receives that are posted at the same time.
 
-    Schedules that split the backward also keep gradients of received values until the backward of the weights.
+    Schedules that split the backward also keep the gradients of received values until the weight backward has run.
 
     Args:
         order: the actions of the rank.
@@ -245,7 +245,7 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the index of the last operator of its recomputed region.
 
-    An operator outside of regions gets the index at which the next region ends.
+    For an operator outside of such regions, it is the index at which the next region ends.
     """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
@@ -257,13 +257,14 @@ def _region_ends(priced: TableCost, order: Order) -> list[int]:
 def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
     """Return the memory that operators need in addition to their saved tensors, and their communication.
 
-    Returns (peak bytes in forward and backward, and bytes of gradients; buffers of collectives). When the backward of
-    an operator runs, the backward of later operators has run: their saved tensors are freed, and the gradients of
-    their weights are allocated.
+    Returns two results: peak bytes in forward and backward with the bytes of gradients, and buffers of collectives.
+    The backward runs from the last operator to the first. It frees an operator's saved tensors, and allocates the
+    gradients of the operator's weights.
 
     Args:
         order: the operators, in the format of `Table.order`.
-        others_beside: True if equal blocks run before and after these operators, so that their weights are prefetched.
+        others_beside: True if equal blocks run before and after these operators. While these operators run, weights of
+            the next block are then prefetched.
     """
     if not order:
         return StageBytes(0, 0, 0, 0, 0, 0), StageCommBuffers()
@@ -310,7 +311,7 @@ def _backward(
     """Return the memory events before and after each operator's backward, for weights and their gradients.
 
     Returns two mappings, before and after: {index of the operator, counted from the last one: events}. A recomputed
-    region gathers its first group of weights before it allocates its values, and its other groups after that.
+    region gathers its first group of weights before it allocates the recomputed values, and its other groups later.
 
     Args:
         sizes: bytes of each operator.

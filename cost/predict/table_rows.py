@@ -20,14 +20,15 @@ class Parameter:
 
     Args:
         size: its bytes on a rank.
-        axes: axes over which its gradient is reduced once a step.
+        axes: mesh axes over which its gradient is reduced once a step.
         trained: True if it gets a gradient.
-        over: axes over which ZeRO-3 shards it, as one flattened axis; empty if it stays unsharded.
-        read: bytes of an element in the compute dtype divided by bytes of a stored element (mixed precision).
-        summed: bytes of an element of the reduced gradient divided by bytes of a stored element (mixed precision).
-        cast_again: True if the backward casts it again.
-        itemsize: bytes of an element, if a data-parallel method replaces the all-reduce.
-        rows: size of the first dim of a matrix, if a data-parallel method replaces the all-reduce.
+        over: mesh axes over which ZeRO-3 shards it, as one flattened axis; empty if it stays unsharded.
+        read: element size of its compute dtype, divided by that of its stored dtype; 1 without mixed precision.
+        summed: element size of the dtype in which its gradient is reduced, divided by that of its stored dtype; 1
+            without mixed precision.
+        cast_again: True if the backward casts it to the compute dtype again, instead of saving the cast copy.
+        itemsize: bytes of an element; 4, unless a data-parallel method (`dp_sync`) replaces the gradient all-reduce.
+        rows: size of a matrix's first dim; 0 for a vector, or if no data-parallel method replaces the all-reduce.
         contiguous: True if the unsharded parameter is its ZeRO shards concatenated.
     """
 
@@ -66,23 +67,26 @@ class OperatorRow:
     """Work and memory of one operator for one microbatch, in a cost table. Sizes are bytes unless noted.
 
     Args:
-        works: {part of a step: kernels and collectives}. The parts are fields of `count.operator_counts.OperatorWork`.
-        kept: tensors saved from its forward to its backward.
+        works: {part of a step, such as "forward": kernels and collectives}. The parts are the fields of
+            `count.operator_counts.OperatorWork`.
+        kept: tensors that it is the first operator to save for backward.
         in_forward, in_backward: memory while its forward or backward runs, in addition to the tensors that this
             operator and earlier ones save. Weights that are being gathered and weight gradients are excluded. May be
             negative.
         after_backward: memory after its backward, in addition to the tensors that earlier operators save.
-        delayed: output gradients that a split backward keeps until it computes the gradients of weights.
-        crossing: values that a stage boundary before the operator sends; None if no stage may begin at the operator.
-        load: FLOPs for the balance of stages.
+        delayed: output gradients that a split backward (zero-bubble schedules) keeps until it computes the gradients
+            of weights.
+        crossing: values that are sent to the next stage if it begins at this operator; None if no stage may begin here.
+        load: FLOPs by which stages are balanced.
         parameters: names of the parameters that it reads.
         reads_also: names of the parameters that it reads through a view, or that another row gathers.
         recomputed: buffers that are recomputed before its backward, if it is the last operator of a recomputed region;
             else None.
-        alike: bytes of `crossing` that may be sent as shards (`send_costs.BoundaryBytes`).
+        alike: the values of `crossing` that can be sent as shards, because all ranks of `tp` have equal copies.
         inputs: names of values that it reads and that depend only on the model's inputs (`Table.prologue`).
-        unkept: bytes of `crossing` that no earlier operator saves and no earlier stage receives.
-        kept_later: bytes of `crossing` that no earlier operator saves, but a later one does.
+        unkept: the values of `crossing` that stay in the sending stage's memory only because they are sent: no
+            operator of the sending stage saves them for backward.
+        kept_later: the values of `crossing` that this operator or a later one saves for backward, but no earlier one.
         once: True if the operator is in the tail, which runs once per step. Its sizes then count all microbatches.
     """
 
@@ -110,9 +114,9 @@ class OperatorRow:
 
 
 class RowBytes(NamedTuple):
-    """Bytes of operators, as arrays by row.
+    """Bytes of operators, as arrays with one entry per operator.
 
-    Each array has the values of the `OperatorRow` field with its name.
+    Each array has the values of the `OperatorRow` field of the same name.
     """
 
     kept: np.ndarray
@@ -133,7 +137,7 @@ class ShardedBytes(NamedTuple):
     Args:
         size: bytes of the unsharded parameters.
         number: number of parameters.
-        cast: bytes that casts of the unsharded parameters and gradients move in a microbatch.
+        cast: bytes that casts of the unsharded parameters and gradients read and write in a microbatch.
     """
 
     size: Size
@@ -146,7 +150,7 @@ class Totals:
     """Work of one microbatch of the full model on the ranks of one pipeline, and memory in bytes.
 
     Args:
-        works: {(part of a step, kernel or collective): number of runs}.
+        works: {(part of a step, such as "forward"; kernel or collective): number of runs}.
         stored: all parameters.
         trained: the parameters that get a gradient.
         cut: {flattened axes: the parameters that ZeRO shards over them}.
@@ -157,11 +161,11 @@ class Totals:
         summed: bytes of an element of a reduced gradient divided by bytes of a stored element, on average.
         kept: activations saved by all operators.
         temporary: peak workspace in addition to the saved activations.
-        sent: values sent between two stages.
+        sent: values that are sent between two stages, at the boundary where they have the fewest bytes.
         buffers: buffers of the model.
         summed_over: {axis of a gradient reduction: {axes of ZeRO's shards: bytes of parameters}}.
-        hidden: share of gradients that are not in the bucket that completes last.
-        at: the reference sizes, at which the table was counted.
+        hidden: share of gradients that can be reduced during backward: all but the bucket that completes last.
+        at: the samples, tokens and ranks for which the table was counted.
     """
 
     works: Mapping[tuple[str, Work], float]
@@ -199,7 +203,7 @@ def named_in(name: str, path: str, number: int) -> str:
 
 
 def cast_bytes(parameters: Iterable[Parameter]) -> Size:
-    """Return the bytes that casts of parameters and of their gradients move per microbatch."""
+    """Return the bytes that casts of parameters and of their gradients read and write per microbatch."""
     return Size.sum(p.size * ((1 + p.read) * p.casts) for p in parameters)
 
 

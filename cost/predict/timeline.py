@@ -272,7 +272,7 @@ The time from batch to batch is averaged, because waiting for unequal stages and
 
 
 def _overlapping_steps(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
-    """Return the timeline of one step if steps overlap: 1F1B over many batches, without a flush.
+    """Return the timeline of one step if steps overlap: 1F1B that never drains the pipeline.
 
     After the last backward of each batch, every rank reduces its gradients and updates its weights (action "U").
     """

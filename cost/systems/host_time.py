@@ -16,7 +16,7 @@ from autopart.cost.systems.system import System
 from autopart.ir.mesh import Mesh
 
 LIMITS = 0.05
-"""A plan gets a note that the CPU limits a step if the device waits for it for more than this share of the step."""
+"""A plan gets a note that the CPU limits a step if the device waits for the CPU for more than this share of it."""
 
 
 class HostRates(NamedTuple):

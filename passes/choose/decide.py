@@ -37,7 +37,7 @@ class SolvedDecisions(NamedTuple):
 
 @driven(notes=decision_notes)
 def decide(problem: Problem) -> SolvedDecisions:
-    """Choose layouts and stage boundaries that follow the user's pins.
+    """Choose layouts and stage boundaries, except those that the user has fixed (pins).
 
     Raises LayoutError if no operator of the model depends on a parameter.
     """
@@ -97,7 +97,7 @@ def _solve(
 def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
     """Return a copy of `decisions` with the stages and the batch sharding chosen again for `problem`.
 
-    All other placements stay.
+    Placements on axes that do not shard the batch stay.
     """
     split = batch_strategies(problem.trace, problem.mesh, problem.schedule)
     return replace(

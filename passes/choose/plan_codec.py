@@ -142,7 +142,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
-    """Write the plan's sequence dims, and its order of sequence shards (zigzag or not), on the trace."""
+    """Write the plan's sequence dims on the trace, and whether the plan shards them in zigzag."""
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
         set_zigzag(trace, any("zigzag" in text for text in texts))

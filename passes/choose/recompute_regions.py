@@ -214,8 +214,8 @@ def _key(node: fx.Node) -> str:
 def cores(traced: fx.Graph) -> dict[str, str]:
     """Return {key of an operator in an attention core: key of the core's first operator}.
 
-    A core begins and ends with a product of two activations, and contains everything between the two products. All
-    belong to one block.
+    A core begins and ends with a product of two activations, and contains everything between the two products. All its
+    operators belong to one block.
     """
     weights, block_of = _weights(traced), blocks(traced)
     products = {node for node in active_operators(traced) if matrix_work(node)}

@@ -54,7 +54,7 @@ from autopart.passes.rules.operators.autograd_function_rules import backward_is_
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
-    """Yield the facts of a node that the graph dump prints, such as `active`, `grad`, `b k, n k -> b n`."""
+    """Yield a node's analysis results (facts) for the graph dump: `active`, `grad`, `b k, n k -> b n`."""
     if node.op == "output":
         return
     yield facts(node)["role"]
@@ -64,7 +64,7 @@ def facts_of(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: facts_of)
 def annotate(trace: Trace) -> None:
-    """Write the facts that planning needs on every node: `role`, `needs_grad`, `pattern`, `atoms`, ...
+    """Write on every node the facts that planning needs: `role`, `needs_grad`, `pattern`, `atoms`, ...
 
     `ir/facts.py` lists all facts.
     """
@@ -193,9 +193,9 @@ def _shapes(node: fx.Node) -> tuple:
 
 
 def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
-    """Write `place`, the position in a repeated block, on operators that depend on parameters.
+    """Write the fact `place`, a position in a repeated block, on operators that depend on parameters.
 
-    Their parameters get a position (`BlockPosition`) too.
+    The parameters that they read get a position (`BlockPosition`) too.
     """
     nodes = on_parameters(graph)
     position = {node: i for i, node in enumerate(nodes)}
@@ -318,7 +318,7 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 def _has_given_size(node: fx.Node) -> list[bool]:
     """Return, for each output dim of a view, True if the model passes the dim's size as a number.
 
-    Called for views whose input has a dim of elements selected by a mask. All other sizes depend on data.
+    The function is for views of elements that a mask selected. A size that the model does not pass depends on data.
     """
     if -1 in node.args[1]:
         return [size != -1 for size in node.args[1]]
@@ -326,10 +326,10 @@ def _has_given_size(node: fx.Node) -> list[bool]:
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
-    """Replace atoms (factors of a dim) whose size depends on data by atoms of kind `DATA_DIM`.
+    """Return `atoms` (factors of a dim), with kind `DATA_DIM` in place of kinds for data-dependent sizes.
 
-    `before`: atoms of this dim in the tensor that an operator writes to. If one of these atoms has a data-dependent
-    size, `before` is returned.
+    `before`: atoms of this dim in the tensor that an operator writes to. If one of them has a data-dependent size,
+    `before` is returned.
     """
     if selections_in(before):
         return before
@@ -403,7 +403,7 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 
 def _ask_for_sections(node: fx.Node) -> None:
-    """Write on the inputs of a node the sections of their dims that the node or a later node requires.
+    """Write on a node's inputs the sections of their dims that this node or a later one needs.
 
     A dim with sections, such as fused q, k and v, is sharded section by section: each rank gets a shard of q, k and v.
     """

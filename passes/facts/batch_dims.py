@@ -48,7 +48,8 @@ def find_batch_dims(graph: fx.Graph) -> bool:
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
     """Return the letters of the call's rule that name the batch, and input dims of kind `DATA_DIM`.
 
-    Each input dim is a tuple (index of the input, dim, letter).
+    `DATA_DIM` means neither the batch nor a dim of a weight. Each input dim is a tuple (index of the input, dim,
+    letter).
     """
     rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
     data = [
@@ -86,9 +87,10 @@ def find_other_dims(graph: fx.Graph, batch: int) -> bool:
 
 
 def _with_other_dims(node: fx.Node, pattern: Pattern) -> list[fx.Node]:
-    """Return the inputs of a call whose assumed batch dim is aligned with a `DATA_DIM` of another input.
+    """Return the inputs of a call whose first dim was taken for the batch, but cannot be the batch.
 
-    This other input has a batch dim that the returned input lacks, so the assumed batch dim cannot be the batch.
+    The rule of the call aligns this dim with a dim of another input that is not the batch (kind `DATA_DIM`). The other
+    input also has a batch dim, which the returned input lacks.
     """
     kinds: list[tuple[fx.Node, dict[str, list[str]]]] = []
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):

@@ -38,7 +38,8 @@ def note_blocks(trace: Trace) -> None:
 def check_blocks(trace: Trace) -> None:
     """Raise NotDeduplicable if a deduplicated block differs from the blocks before and after it.
 
-    A deduplicated block represents several equal blocks. Operators and facts are compared.
+    A deduplicated block represents several equal blocks. The function compares the blocks' operators, and what the
+    analysis has found for their values (facts).
     """
     for fold in trace.folds:
         blocks = beside(trace.graph, fold)

@@ -41,7 +41,7 @@ def follow_sequences(trace: Trace, named: Named) -> None:
     """Write `other_positions` on every operator: the factors that a context-parallel axis must not shard.
 
     A factor is a letter of the operator's sharding rule. The written factors belong neither to a named sequence nor to
-    a weight. It is empty if the user names no sequence. Named inputs that this call lacks are ignored.
+    a weight. If the user names no sequence, no factors are written. Named inputs that this call lacks are ignored.
     """
     along = _Along(trace, _dims_of(trace, named)).with_made() if named else None
     for node in on_parameters(trace.graph):

@@ -54,7 +54,7 @@ from autopart.passes.rules.operators.selection_rules import shifts_indices
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-"""Kinds of atoms (indivisible factors of dims, `ir/atoms.py`) that an axis may shard.
+"""Kinds of dims (`ir/atoms.py`) that an axis may shard.
 
 `TENSOR_KINDS`: features of weights. `ALL_TENSOR_KINDS`: features and all other dims but the batch, such as the sequence
 (sequence parallelism).
@@ -63,7 +63,7 @@ ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 _KINDS: Mapping[Cuts, frozenset[str]] = {
     "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
 }  # fmt: skip
-"""{what an axis shards (`Axis.cuts`): kinds of atoms (factors of dims) that it may shard}.
+"""{what an axis shards (`Axis.cuts`): kinds of dims that it may shard}.
 
 `_keeps_weights` restricts the sharding of weights further.
 """
@@ -75,9 +75,9 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
     The first one replicates everything.
 
     Args:
-        kinds: kinds of atoms (indivisible factors of dims) that can be sharded (`FEATURE`, ...).
-        positions: order in which sequence dims are sharded: "in order" (contiguous) or "zigzag". With either, a
-            sequence may have uneven shards. "": sequence dims are sharded like all other dims.
+        kinds: kinds of dims that can be sharded, such as `FEATURE` (`ir/atoms.py`).
+        positions: "in order" for contiguous shards of a sequence, "zigzag" for shards of one chunk from its start and
+            one from its end. With either, the shards may be uneven. "": sequences are sharded like other dims.
     """
     known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # shared by equivalent nodes
     if key not in known:
@@ -153,10 +153,10 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 
 
 def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
-    """Return [(letter of the rule that names tokens, placement)] of the strategies that shard the tokens.
+    """Return [(letter of the token dim in the sharding rule, placement that shards the tokens)].
 
-    A dispatch and its combine use one placement, so that the combine returns tokens to the rank that dispatched them.
-    The list is empty if tokens cannot be sharded.
+    Only one of the possible placements is returned, so that a dispatch and its combine use equal placements, and the
+    combine returns tokens to the rank that dispatched them. The list is empty if tokens cannot be sharded.
     """
     tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.places}) == 1 and s.inputs[0].is_shard]
     return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
@@ -186,13 +186,13 @@ def _at_experts(
 ) -> tuple[Strategy, ...]:
     """Return the strategy of an operator that processes tokens on the ranks of their experts.
 
-    The result is a tuple of one strategy. It is empty if the operator cannot process such tokens. The placement of
-    tokens on the rank of their expert is `E(0)`, or `E(0; sent)` on the rank from which they were sent.
+    The result is a tuple of one strategy. It is empty if the operator cannot process such tokens.
 
     Args:
         whole: replicated placement of each input, `R` or `R(grad P)`. An input that has neither tokens nor an expert
             dim keeps this placement. An input with an expert dim, such as stacked expert weights, is sharded along it.
-        place: placement of the inputs and outputs that have tokens, `E(0)` or `E(0; sent)`.
+        place: placement of the inputs and outputs that have tokens: `E(0)` if each rank selects its experts' tokens
+            from all tokens, `E(0; sent)` if an all-to-all sends tokens to the ranks of their experts.
     """
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
@@ -216,7 +216,7 @@ def _at_experts(
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: bool = False) -> bool:
-    """Return True if the mesh axis may shard weights in the way in which this strategy shards them.
+    """Return True if the mesh axis may shard weights as this strategy does.
 
     - A features axis (such as `tp`) may shard every weight.
     - Any other axis may shard a weight along a dim that an activation operand and an output of the operator have too.
@@ -244,9 +244,9 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 
 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """Return the strategies in which no operand that depends only on model inputs is a partial sum.
+    """Drop the strategies in which an operand that depends only on model inputs is a partial sum.
 
-    Each rank computes such an operand in full or slices it, so it is never a partial sum.
+    Each rank computes such an operand in full, or its own shard, so the operand is never a partial sum.
     """
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     if not any(data):
@@ -351,9 +351,9 @@ def _sharded(
 
 
 def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
-    """Return the letters of a view's rule that are split from a dim of elements selected by a mask.
+    """Return the letters of the dims into which a view splits a dim of selected elements (`x[mask]`).
 
-    Dims with these letters cannot be sharded, because the number of selected elements per index is unknown.
+    These dims cannot be sharded, because the number of selected elements per index is unknown.
     """
     if pattern.tied:
         return set()
@@ -363,11 +363,10 @@ def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 
 
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return {factor of an operator's sharding rule: its atoms}.
+    """Return {letter of an operator's sharding rule: the dims that it merges, as atoms}.
 
-    A factor is a letter of a rule such as `b s k, n k -> b s n`. Its atoms are the dims that it merges: `s` has the
-    atoms (batch, sequence) if a view merged both. The atoms are taken from an input that has the factor. If only the
-    output has it (`expand`), they are taken from the output.
+    In a rule such as `b k, n k -> b n`, `b` has the atoms (batch, sequence) if a view merged both. The atoms are taken
+    from an input with the letter or, if only the output has it (`expand`), from the output.
     """
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs[:1]:
@@ -385,11 +384,11 @@ def output_atoms(node: fx.Node) -> tuple:
 def _shard_sections(
     node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Sections]:
-    """Yield every way to split a factor (a letter of the sharding rule) into sections.
+    """Yield every way to split a dim, given by its letter (`factor`) in the sharding rule, into sections.
 
-    Each section is then sharded over all ranks. `()` is one section, which gives contiguous shards. If a factor merges
-    several dims, such as (heads, head size), it can have one section per head: each rank then has a shard of every
-    head. A factor can also have the sections that other operators need, such as q, k and v of a fused projection.
+    Each section is then sharded over all ranks. `()` is one section, which gives contiguous shards. A dim that merges
+    several dims, such as (heads, head size), can have one section per head: each rank then has a shard of every head.
+    A dim can also have the sections that other operators need, such as q, k and v of a fused projection.
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:
@@ -428,11 +427,11 @@ def can_shard_sequence(size: int, num_shards: int) -> bool:
 def _can_be_uneven(
     pattern: Pattern, factor: str, atoms: Atoms, i: int, num_shards: int, positions: bool
 ) -> bool:  # fmt: skip
-    """Return True if the shards of atom `i` (an indivisible factor of the dim) may have unequal sizes.
+    """Return True if atom `i` (one of the dims that are merged to a dim) may be split into unequal shards.
 
-    A feature (such as a vocabulary of 50257) may have uneven shards if no operand merges it with other factors. A
+    A feature (such as a vocabulary of 50257) may have uneven shards if no operand merges it with other dims. A
     sequence may have uneven shards if it is the innermost atom of its dim. In both cases an input must have the
-    factor, and no shard may be empty.
+    dim, and no shard may be empty.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not can_shard_sequence(size, num_shards)
@@ -443,9 +442,9 @@ def _can_be_uneven(
 
 
 def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Return the sections of a factor (a letter of the rule) that other operators need.
+    """Return the sections into which other operators need the dim with the letter `factor` to be split.
 
-    Later operators need sections of their inputs. An earlier `cat` has concatenated sections."""
+    These are later operators, such as a split into q, k and v, and an earlier `cat`, whose inputs are the sections."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")
@@ -465,12 +464,12 @@ def _places(
 
 
 def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
-    """Return the placement of an operand if the operator shards `factor`, a letter of its rule.
+    """Return the placement of an operand if the operator shards dims with the letter `factor`.
 
     `sections`: sections of the dim that are sharded one by one.
 
-    Returns `R` if no dim of the operand has the factor. Returns None if several dims have the factor, or if no
-    placement describes these sections of the dim.
+    Returns `R` if no dim of the operand has this letter of the sharding rule. Returns None if several dims have it, or
+    if no placement describes these sections of the dim.
     """
     places = [(i, dim) for i, dim in enumerate(dims) if factor in dim]
     if not places:

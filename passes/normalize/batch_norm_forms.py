@@ -22,7 +22,8 @@ _EVAL = "aten::_native_batch_norm_legit_no_training"
 _OF_LIBRARIES = ("aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 """GPU operators that update running statistics, but do not declare the update in their schema.
 
-These operators are not rewritten, and the planner rejects them as operators without a rule.
+In training with running statistics, these operators are not rewritten, and the planner rejects them as operators
+without a rule.
 """
 BATCH_NORM, INNER = "batch_norm", "batch_statistic"
 """Plan names of the operators that replace a batch norm: of the first one, and of all others."""

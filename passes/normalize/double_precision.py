@@ -86,7 +86,7 @@ def _rounded_counts(graph: fx.Graph, traced: Mapping[fx.Node, torch.dtype]) -> s
 
 
 def _lift_counts(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
-    """Compute a call on float32 numbers, integers or booleans in float64.
+    """Rewrite a call on float32 numbers, integers or booleans to compute in float64.
 
     Returns the precisions that were replaced.
     """

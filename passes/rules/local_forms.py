@@ -140,7 +140,7 @@ def shape_argument(call: LocalCall) -> fx.Node:
 
 
 def group_argument(call: LocalCall) -> fx.Node | None:
-    """Emit a call with this rank's number of groups (factor `g`), or None if groups are not sharded."""
+    """Emit a call with this rank's number of groups (factor `g`). Return None if groups are not sharded."""
     num_shards = call.num_parts("g")
     if num_shards == 1:
         return None

@@ -34,8 +34,9 @@ class Rule:
         text: the sharding rule, as a line in the notation above.
         whole: factors that cannot be sharded.
         linear: sets of inputs. If all inputs of a set are partial sums, the output is a partial sum.
-        lookup: a factor that can be sharded only with a special local operator (`embedding`, `cross_entropy_loss`).
-        all_reduces: number of all-reduces in this local operator.
+        lookup: a factor that can be sharded only if ranks run another operator in place of the call, such as a
+            vocabulary-parallel embedding.
+        all_reduces: number of all-reduces in this other operator.
         local: function that writes the call for one rank, if the traced call would be wrong on shards.
         routes: "out" if the operator dispatches tokens to experts, "back" if it combines the outputs of experts.
         context: "ring" if the operator is attention that can run as ring attention.
@@ -44,19 +45,19 @@ class Rule:
         also: alternative lines, for calls with a mask or without optional weights. The first line that fits a call is
             used.
         when: function that returns True if the rule holds for a call.
-        of_call: function that returns the pattern of a call, if its factors depend on the call's arguments.
+        of_call: function that returns the rule fitted to a call (a `Pattern`), if it depends on the call's arguments.
         otherwise: rules for calls that this rule does not fit. The first rule that fits is used.
         takes_sparse: True if the rule holds for sparse tensors too.
-        moves: True if the operator only moves elements.
-        keeps_weights: True if the operator converts a weight to another view or dtype. It is recomputed at each use of
-            the weight.
+        moves: True if the operator copies elements and computes nothing.
+        keeps_weights: True if the operator converts a weight to another view or dtype. The operator then runs again at
+            each use of the weight.
         keeps_masks: True if the operator converts a mask to another mask that selects as many elements.
         selects: True if the second argument selects elements of the first argument: a slice, or all elements equal to a
             number.
         has_gradient: True if the result may need a gradient.
         has_reduction: True if the operator is a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
         draws_noise: True if the second argument is noise, which the local form can draw instead.
-        cost: cost properties that do not follow from the shapes of a call.
+        cost: properties for the cost model that do not follow from the shapes of a call.
     """
 
     text: str = ""

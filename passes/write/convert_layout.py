@@ -159,7 +159,7 @@ class Converter:
     def sent(self, node: fx.Node, produced: Key) -> Key:
         """Return the layout in which a value is sent between stages.
 
-        With `scatter_sends` each rank sends only one shard of a value that is computed replicated.
+        With the option `scatter_sends`, each rank sends only one shard of a value that all `tp` ranks have in full.
         """
         parts = scatter_layout(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
         return produced if parts is None else tuple(parts.items())
@@ -184,9 +184,9 @@ class Converter:
         """Return a parameter in `layout` and in the compute dtype.
 
         The first conversion that gathers the parameter also casts it, so that the smaller dtype is communicated.
-        Conversions before it change only the placement of the gradient, which has the stored dtype there. Gather and
-        cast are one operator: if they were two, autograd would round the reduced gradient to the compute dtype between
-        them.
+        Earlier conversions change only the placement of the gradient, which has the stored dtype at that point. Gather
+        and cast are one operator, because between two operators autograd would round the reduced gradient to the
+        compute dtype.
 
         Args:
             produced: the layout in which the parameter is stored.
@@ -211,7 +211,7 @@ class Converter:
 
 
 def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
-    """Return the error for changing how one axis shards a dim of experts that other axes shard unevenly."""
+    """Return the error for a conversion over one axis of a dim of experts that other axes shard unevenly."""
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
         f"{axis} cannot shard or gather dim {dim} of {name}",
@@ -234,9 +234,9 @@ def _gradient_first(
 ) -> list[tuple[str, Placement]]:  # fmt: skip
     """Reorder the steps of a layout conversion: steps that convert only the gradient come first.
 
-    These steps are between two replicated placements, such as `R` and `R(grad P)`. Exception: ZeRO stores a parameter
-    over a flattened axis (`dp_cp`), and its gradient exists only after the gather over this axis. So a step on one of
-    the flattened axes (`dp`) is not moved.
+    These steps convert one replicated placement to another, such as `R` to `R(grad P)`. Exception: if ZeRO stores a
+    parameter over a flattened axis (`dp_cp`), the parameter must be gathered over this axis before any step on `dp` or
+    `cp`. So these steps are not moved.
     """
     all_steps, joined = list(steps), {part for axis in source for part in mesh_axes_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps

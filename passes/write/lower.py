@@ -246,7 +246,7 @@ class _Writer:
             written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
-        """Write one operator. Copy its facts `block` and `times` to all nodes that are generated for it."""
+        """Write one operator. Copy its repeated block to the generated nodes (facts `block` and `times`)."""
         block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
@@ -285,7 +285,7 @@ class _Writer:
                 self._record(part, user, self.produced(user), stage)
 
     def _record(self, written: fx.Node, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Record `written` as the node of a traced value in a layout on a stage. Return `written`."""
+        """Record and return `written`, the generated node of a traced value in a layout on a stage."""
         self.mark(written, node, layout)
         stage.made[node, layout] = written
         return written
@@ -366,8 +366,8 @@ class _Writer:
     def _receive_all(self, node: fx.Node, produced: Key, tail: StageDraft) -> fx.Node:
         """Return the tail's input node for a value that the last stage computes per microbatch.
 
-        The tail is the graph that runs once for all microbatches. The runtime merges their values, so the received
-        value has no `MICROBATCH_AXIS` placement.
+        The tail is the graph that runs once for all microbatches. The runtime merges the values of all microbatches, so
+        the received value has no `MICROBATCH_AXIS` placement.
         """
         assert self.trunk is not None
         last, layout = self.trunk.stages[-1], self.trunk.produced(node)
@@ -404,7 +404,7 @@ class _Writer:
         return rows if rows is not None else self._stage_input(node, batch, stage)
 
     def _local_samples(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
-        """Write the computation of this rank's samples of a value from its samples of the model inputs.
+        """Write operators that compute a rank's samples of a value from the rank's samples of the inputs.
 
         Returns None if the operator's rule does not allow the batch to be sharded.
         """
@@ -498,7 +498,7 @@ class _Writer:
         )  # fmt: skip
 
     def _input_names(self, output: fx.Node) -> frozenset[str]:
-        """Return the inputs on which an output depends if ranks get only their samples, else an empty set."""
+        """Return the inputs on which an output depends; empty unless `local_rows` (see `lower`) is set."""
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}

@@ -62,7 +62,7 @@ def block_of(name: str) -> str:
 
 
 def block_runs(names: Iterable[str]) -> list[int]:
-    """Return a number for each parameter that is equal for consecutive parameters of one block.
+    """Number the parameters: consecutive parameters of one repeated block get the same number.
 
     >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
     [0, 1, 1, 2, 3]

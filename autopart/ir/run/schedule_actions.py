@@ -51,7 +51,7 @@ def actions(
 def _with_tail(order: Iterable[Action], num_stages: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of a rank. Before the first backward of the last stage, insert the tail's actions.
 
-    The tail (see `actions`) runs one forward and one backward.
+    The tail, a graph that runs once for all microbatches, has one forward and one backward.
     """
     has_run = False
     for action in order:

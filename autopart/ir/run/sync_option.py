@@ -42,7 +42,7 @@ class MethodParameters(NamedTuple):
     Args:
         method: the `dp_sync` method.
         size_bytes: bytes of the parameters.
-        made_bytes: bytes of the compressed gradients that a rank sends.
+        made_bytes: bytes of the compressed gradients that the method makes and a rank sends.
         factor_bytes: bytes of the low-rank factors that PowerSGD sends in place of gradient matrices.
     """
 

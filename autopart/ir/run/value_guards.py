@@ -24,7 +24,7 @@ _FAILURES = (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError,
 
 @dataclass(frozen=True, eq=False)
 class InputTensor:
-    """Reference to input number `place` of the call."""
+    """Placeholder for the input tensor with index `place` in a recorded call."""
 
     place: int
 

@@ -57,9 +57,9 @@ def sizes_of(tensors: Sequence[Tensor]) -> Sizes:
 
 @dataclass(frozen=True)
 class _Variables:
-    """Dims of a call's inputs that vary between traced calls.
+    """Dims of a call's inputs whose sizes vary between traced calls, grouped to variables.
 
-    Dims that are always equal form one variable.
+    Dims whose sizes are equal in every traced call form one variable.
 
     Attributes:
         dims: for each variable, its dims, as indices into the tuple that `sizes_of` returns.
@@ -128,10 +128,10 @@ class CallFamily(Generic[Traced]):
     Args:
         write: returns the program of a traced call for a purpose, such as "forward".
         conditions: returns the branches on sizes that a traced call took.
-        num_shards: function (call, axes) that returns, for each size of a traced call, the number of shards over these
+        num_shards: `num_shards(call, axes)` returns, for each size of a traced call, the number of shards over these
             mesh axes times the number of microbatches. A program is derived only for sizes whose greatest common
-            divisor with this number is the same as in the traced calls. `axes`: the axes over which the program shards
-            a dim whose size varies. None: all axes.
+            divisor with this number is the same as in the traced calls. `axes` are the axes over which the program
+            shards a dim whose size varies; None: all axes.
         holds: returns True if the Python values that a traced call read are unchanged.
 
     Attributes:

@@ -185,7 +185,8 @@ class _SizedStages(NamedTuple):
     Attributes:
         stages: the stages of the first trace, with size inputs.
         inputs: for each stage, the size inputs of its graph.
-        formulas: {name of a size input: formula that computes it}, ordered as the size inputs of every prologue.
+        formulas: {name of a size input: formula that computes it}. Every prologue (the graph of a stage that runs
+            before the microbatches) takes its size inputs in this order.
     """
 
     stages: tuple[Stage, ...]
@@ -270,11 +271,11 @@ def _sized_stage(
     stage: Stage, graphs: Mapping[str, GraphTemplate], inputs: SizeInputs, all_names: Sequence[str],
     names: Sequence[str],
 ) -> Stage:  # fmt: skip
-    """Return a copy of a stage whose prologue and graph have size inputs.
+    """Return a copy of a stage whose two graphs, prologue and stage graph, have size inputs.
 
     Args:
         all_names: names of the size inputs of the prologue, which are equal for all stages.
-        names: names of the size inputs of the graph.
+        names: names of the size inputs of the stage graph.
     """
     graph, _ = graphs["graph"].with_inputs(inputs, names)
     prologue, size_nodes = graphs["prologue"].with_inputs(inputs, all_names)

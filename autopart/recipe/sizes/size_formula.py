@@ -51,9 +51,9 @@ class SizeFormula:
 def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
     """Return the formula that gives the values of an integer in several traces.
 
-    A formula with an offset must hold in three traces with different products, a formula without an offset in two. If
-    several formulas hold, the one with fewest variables is used. A scaled offset, as in the stride `n * (n + 1)`, is
-    tried last.
+    A formula with an offset must hold in three traces with different products of its variables, a formula without an
+    offset in two. If several formulas hold, the one with fewest variables is used. A scaled offset, as in the stride
+    `n * (n + 1)`, is tried last.
 
     Args:
         values: the integer in each trace.

@@ -45,8 +45,8 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     """Return the solver's proof of optimality: objective, lower bound, gap, and the terms of the cost.
 
     The solver solves one axis after another. The result is for the last axis, with the layouts on all other axes fixed.
-    Repeated blocks share one layout. `sharing_costs` is the relative amount by which the objective would fall if the
-    first and the last block could have other layouts.
+    Repeated blocks share one layout. The entry `sharing_costs` is the relative amount by which the objective would fall
+    if the first and the last block could have other layouts.
     """
     if not solved:  # all weights are replicated, so the solver had no choice
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
@@ -187,7 +187,7 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """For each axis, map the expert operators and weights that it may shard to their number of experts.
+        """Return {axis: {operator or weight of experts that the axis may shard: number of experts}}.
 
         The outermost axis comes first.
         """

@@ -200,7 +200,7 @@ class BatchSplit(NamedTuple):
 
 
 def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSplit:
-    """Choose the batch strategies of all operators, and find those that run once for all microbatches.
+    """Choose the batch strategies of all operators, and find the operators of the tail.
 
     The tail is the set of operators that must run once for all microbatches.
 
@@ -226,8 +226,8 @@ def split_batch(graph: fx.Graph, num_ranks: int, microbatches: int) -> BatchSpli
 def batch_strategies(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
     """Choose the batch strategies of all operators for the microbatches of a schedule.
 
-    Raises StageError if the batch size is not divisible. Raises it too if operators combine samples of different
-    microbatches, and the schedule cannot run them once for all microbatches.
+    Raises StageError if data-parallel ranks times microbatches does not divide the batch size, or if operators combine
+    samples of different microbatches and the schedule cannot run these operators once for all microbatches.
     """
     microbatches = schedule.microbatches
     # A model whose inputs have no batch dim is not split.

@@ -144,7 +144,7 @@ def can_shard_experts_again(
 
     Args:
         option: strategy on the additional axis.
-        taken: the operator's strategies on the inner axes.
+        taken: the operator's strategies on the already solved axes.
         ranks: size of the additional axis.
     """
     if not all(shards_experts_equally(node, option, one.strategy) for one in taken):
@@ -156,7 +156,8 @@ def can_shard_experts_again(
 def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> bool:
     """Return True if one more axis of `ranks` ranks can shard the tokens of a MoE dispatch or combine.
 
-    The number of tokens must be a multiple of `ranks` times the number of ranks that shard tokens on inner axes.
+    The number of tokens must be a multiple of `ranks` times the number of ranks that shard the tokens on axes that are
+    already solved.
     """
     pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in option.places if place.is_shard), None)

@@ -76,8 +76,8 @@ class AxisConstraints:
         operators: {operator: its pins}.
         variants: {repeated block: its pins}. Equal blocks get one layout only if their pins are equal too. The key of
             a block is `BlockPosition.block`.
-        factors: {operator: {factor: its sharding over each solved axis that shards it}}. A factor is a letter of
-            the operator's sharding rule, such as `b` of `b s k, n k -> b s n`.
+        factors: {operator: {letter of its sharding rule: sharding over each solved axis that shards the letter's
+            dims}}. A rule is a text such as `b s k, n k -> b s n`.
         dims: {parameter: {dim: number of its shards over solved axes}}.
         ranks: size of this axis.
         context: the option `context=`, which restricts the attention strategies on this axis.
@@ -120,10 +120,11 @@ class AxisConstraints:
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
     def _adapt_to_inner_axes(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
-        """Adapt a strategy to inner mesh axes that already shard the same dim.
+        """Adapt a strategy to inner (already solved) mesh axes that shard the same dim.
 
         If each shard on this axis is a union of shards of the inner axes, the strategy is returned unchanged.
-        Otherwise this axis splits each shard of the inner axes further. Returns None if neither is possible.
+        Otherwise, if this axis shards the sequence, it splits each shard of the inner axes further. Returns None if
+        neither is possible.
         """
         if self._contains_inner_shards(node, option, taken):
             return option
@@ -213,7 +214,7 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
 
 
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return a minimal set of conflicting pins: without any one of them, the other pins do not conflict.
+    """Return a minimal set of conflicting layout pins: without any one of them, the rest is possible.
 
     If one pin alone or two pins conflict, the set has one or two pins.
 
@@ -269,7 +270,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return {operator or weight: number of experts} for the MoE layers that the pins let `axis` shard."""
+    """Return {operator or weight: number of experts} for MoE layers that the pins let `axis` shard."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}
@@ -302,7 +303,7 @@ def _variants(
 
 
 class _Names:
-    """All names that a pin can match in a model: parameters, operators and modules."""
+    """All names in a model that a user's pin can match: parameters, operators and modules."""
 
     def __init__(self, trace: Trace):
         self.trace = trace

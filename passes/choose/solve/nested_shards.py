@@ -30,9 +30,9 @@ class InnerSharding(NamedTuple):
 
 
 def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
-    """Return True if a factor (merged dim) ends in the sequence and `parts` divides the sequence length.
+    """Return True if the innermost dim of a factor is a sequence whose length is a multiple of `parts`.
 
-    A view can merge dims to one factor, such as (batch, sequence). The last of them varies fastest.
+    A factor is a dim of the operator's sharding rule. It can merge several dims, such as (batch, sequence).
     """
     pattern = facts(node)["pattern"]
     assert pattern is not None, "an operator without a rule is not sharded"
@@ -43,9 +43,9 @@ def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
 def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> Strategy | None:
     """Adapt a strategy to other axes that already shard the same factor (such as heads).
 
-    The result splits each shard of the other axes. A factor can be a product of dims, such as (heads, head size). If
-    the strategy and the other axes shard different dims of the product, the strategy is returned unchanged. None if
-    the factor cannot be sharded again.
+    The resulting strategy splits each shard of the other axes. A factor can merge dims, such as (heads, head size). If
+    the strategy and the other axes shard different ones of these dims, the strategy is returned unchanged. Returns None
+    if the factor cannot be sharded again.
 
     Args:
         option: strategy on this axis.
@@ -81,10 +81,10 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return the number of sections that each of two strategies divides a shared dim into.
+    """Return, for each of two strategies, the number of sections of a dim that both shard.
 
     A dim with sections (fused q, k and v: 3) is sharded section by section. None if no operand has a sharded dim that
-    consists only of the factor that `option` shards.
+    consists only of the factor (letter of the rule) that `option` shards.
     """
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, option.places, other.places, strict=True):

@@ -22,7 +22,7 @@ def cut(node: fx.Node) -> Pattern:
 
 
 def split(node: fx.Node) -> Pattern | None:
-    """Return the rule of `split_with_sizes`: if the split dim is sharded, each section is sharded too."""
+    """Return the rule of `split_with_sizes`: if the split dim is sharded, each output is sharded along it."""
     dims, at = names_and_dim(node)
     dims[at] = ("joined",)
     joined = {"joined": tuple(node.args[1])}
