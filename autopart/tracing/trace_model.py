@@ -426,7 +426,7 @@ def _quiet(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark operators and inputs that only the loss function uses, in the node's metadata (`facts(node)`).
+    """Mark the operators and inputs that only the loss function uses (in each node's metadata).
 
     Also replace paths of modules in the `WithLoss` wrapper by their paths in the user's model.
     """

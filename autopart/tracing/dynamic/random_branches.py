@@ -338,7 +338,7 @@ class _Guards:
         self.has_second = False
 
     def of(self, side: _Side, is_here: bool, source: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return a copy of `source` for a side. The copy passes a gradient to `source` only if the side is selected.
+        """Return one side's copy of `source`, which passes on a gradient only if the side is selected.
 
         `is_here`: True for the side that the full trace has.
         """
