@@ -276,7 +276,7 @@ def _rewrite_call(call: fx.Node, band: MaskStructure, queries: int, keys: int) -
     """Rewrite one attention call to use the mask structure instead of its mask.
 
     The call keeps its mask if no kernel supports the structure, or if a sliding window (`band`) is so wide that
-    skipping masked blocks saves little.
+    the kernel saves little by skipping the blocks outside of it.
     """
     if is_ring(call):
         runs = key_ranges_of_window(band, queries, keys).runs() if isinstance(band, MaskWindow) else band

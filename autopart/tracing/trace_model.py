@@ -426,9 +426,9 @@ def _quiet(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Set `facts(node)["loss"]` to True for operators and inputs that only the loss function uses.
+    """Mark the operators and inputs that only the loss function uses (in each node's metadata).
 
-    Also convert module paths to those of the user's model.
+    Also replace paths of modules in the `WithLoss` wrapper by their paths in the user's model.
     """
     for node in graph.nodes:
         stack = facts(node).get("nn_module_stack") or {}

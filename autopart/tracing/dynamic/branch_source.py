@@ -234,7 +234,7 @@ class _OnlyWrites:
         return is_same and ast.unparse(value.func.value) == target.id  # type: ignore[attr-defined]
 
     def _makes(self, target: ast.expr) -> bool:
-        """Record the names that an assignment sets. Return True if code outside these statements reads none."""
+        """Record the names that an assignment sets. Return True if no other code reads them."""
         names = _names(target, ast.Store)
         self.made |= names
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]

@@ -2,7 +2,7 @@
 
 `n = int(mask.sum(1).max())` and `if mask.any():` depend on inputs alone, and the batch is known before the call. The
 value is computed from the real inputs, and becomes a guard of the program (`ir/run/value_guards.py`): the call is
-traced again for another value. So a value is only read where a symbolic trace is impossible. Numbers that are used
+traced again for another value. So a value is only read if a symbolic trace is impossible. Numbers that are used
 only in arithmetic stay symbolic, and so do sizes of selections. If the trace with symbols fails, the call is traced
 again, and the source lines that failed get the real values.
 """
@@ -109,7 +109,7 @@ class InputDecisions:
         return UNKNOWN if recorded is None else self._guarded(recorded, users_frame)
 
     def decide(self, formula: Any, frame: FrameType) -> Any:
-        """Return a value of torch's symbols that Python needs, for the real inputs; None if it is unknown."""
+        """Evaluate a formula of torch's symbols for the real inputs. Returns None if the value is unknown."""
         recorded = self.known.formula(formula)
         if recorded is None:
             return None

@@ -69,7 +69,7 @@ class RandomBranches:
         """Conditions that were evaluated before the current one in an `and` or `or`."""
 
     def refuse_values(self, error: Exception) -> None:
-        """In the next traces, do not compute both sides of branches on values. `error`: the reason."""
+        """Stop computing both sides of branches on values, from the next trace on. `error`: the reason."""
         self.refuses_values = True
         if self.is_full:
             self.limit = f"there are more than {_MOST} branches, as in a loop"
@@ -338,7 +338,7 @@ class _Guards:
         self.has_second = False
 
     def of(self, side: _Side, is_here: bool, source: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return a copy of `source` for a side. It passes on a gradient only if the side is selected.
+        """Return one side's copy of `source`, which passes on a gradient only if the side is selected.
 
         `is_here`: True for the side that the full trace has.
         """

@@ -86,7 +86,7 @@ def _numbers(argument: Any, item: Callable[[Tensor], Any]) -> Any:
 
 
 def _slices(argument: Any, item: Callable[[Tensor], Any]) -> Any:
-    """Replace tensors with one integer in an index by numbers, as Python's indexing does."""
+    """Replace one-element integer tensors in an index by numbers, as Python's indexing does."""
     if isinstance(argument, slice):
         return slice(*(_index(part, item) for part in (argument.start, argument.stop, argument.step)))
     if type(argument) is tuple:
