@@ -45,7 +45,8 @@ SEED = 0
 GRAD_FLOOR = 1e-4
 """Gradients are compared absolutely if all gradients are below this.
 
-They are then only rounding errors, because all sums cancel (a shift of all classes).
+They are then only rounding errors of sums that cancel. For example, a bias that shifts the logits of all classes
+equally does not change the loss.
 """
 
 _OF_DTYPES = "Double", "ComplexDouble", "dtype", "scalar type"

@@ -59,7 +59,7 @@ NOT_FINITE_IN_DOUBLE = (
 )
 """Reason why the model's own precision is used.
 
-Finite weights can give non-finite values in float64: a softmax in float32 turns the smallest float64 into -inf.
+Finite weights can give NaN only in float64: a mask with the smallest float64 becomes -inf if softmax casts to float32.
 """
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}

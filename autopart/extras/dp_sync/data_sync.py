@@ -43,7 +43,7 @@ class DataSync(GradientSync):
         state: state of the methods, such as compression errors.
         stored: {name: this rank's parameter}.
         parameters: {name: parameter whose `.grad` is the full gradient}. For a sharded parameter, this is an unsharded
-            placeholder whose storage is freed. Others are as in `stored`.
+            placeholder whose storage is freed. All other parameters are as in `stored`.
     """
 
     methods: dict[str, Method]
@@ -56,7 +56,7 @@ class DataSync(GradientSync):
         self.cuts: dict[str, tuple[DimSharding, int]] = {}
         """{name: how its full tensor is sharded, and the index of this rank's shard}"""
         self.layouts: dict[str, StoredTensor] = {}
-        """{name: storage of the parameter}. Parameters in `unsharded` count as stored unsharded."""
+        """{name: shape and layout of the parameter; unsharded if it has a placeholder in `parameters`}."""
         self.parts: dict[str, str] = {}
         self.hook: tuple[Any, Hook] | None = None
         self.powersgd: dict[int, Any] = {}

@@ -199,7 +199,7 @@ def _numbers_of(name: str, text: str) -> dict[str, Any]:
 
 
 def _checked(name: str, key: str, value: Any) -> Any:
-    """Validate and convert one parameter of a method."""
+    """Validate and convert one parameter of a `dp_sync` method."""
     if key == "compressor":
         if value is None or (method := Method.parse(value)).name not in COMPRESSORS:
             why = f"it is one of {', '.join(COMPRESSORS)}"
@@ -300,7 +300,7 @@ class DpSync:
         return data | ({"only": {name: str(method) for name, method in self.only}} if self.only else {})
 
     def of(self, name: str) -> Method:
-        """Return the method of a parameter."""
+        """Return the `dp_sync` method for a parameter of the model."""
         return next((method for pattern, method in self.only if fnmatchcase(name, pattern)), self.method)
 
     @property
@@ -327,21 +327,22 @@ class DpSync:
         return rows[0] if rows else ""
 
     def method_of(self, name: str) -> Method | None:
-        """Return the method of a parameter, None if its gradient is all-reduced."""
+        """Return the `dp_sync` method for a parameter of the model; None if its gradient is all-reduced."""
         method = self.of(name)
         return None if method == EXACT else method
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Raise OptionError for a pattern without a match, or for storage that a method does not support."""
+        """Raise OptionError for a pattern without a match, or for sharding that a method does not support."""
         from autopart.extras.dp_sync.sync_checks import check_storage  # imported late, because it imports torch
 
         self.check_names(trace.parameters)
         check_storage(self, trace, decisions)
 
     def check_program(self, program: Program) -> None:
-        """Raise OptionError if a gradient synchronization method cannot work with a parameter's storage.
+        """Raise OptionError if a method needs the full gradient of a parameter, but no rank has it.
 
-        Compressors need full gradients. A parameter that is gathered at each use (ZeRO-3) has only gradient shards.
+        With `zero=1`, a sharded parameter that is used in more than one layout is gathered at each use, and each use
+        reduce-scatters its gradient.
         """
         from autopart.extras.dp_sync.sync_checks import check_full_gradients
 
