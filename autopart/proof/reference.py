@@ -250,7 +250,6 @@ def _draws_by_torch(node: fx.Node) -> bool:
 
 
 def _is_double(model: nn.Module) -> bool:
-    """Return True if all parameters of a model are float64."""
     return all(parameter.dtype in _SINGLE for parameter in model.parameters())
 
 

@@ -225,8 +225,8 @@ class DataSync(GradientSync):
         """Return buckets of parameters whose gradients are synchronised together, as (method, names).
 
         The parameters of a bucket have one method and one dtype. A parameter without a gradient is included if it has
-        state, and counts as having a zero gradient. A DDP hook gets one bucket with all parameters, the last parameter
-        first, as in DDP.
+        state, and counts as having a zero gradient. For a DDP hook, all parameters of a dtype are in one bucket, which
+        `_in_buckets` divides later. As in DDP, the last parameter comes first.
         """
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip

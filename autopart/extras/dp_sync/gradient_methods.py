@@ -78,7 +78,7 @@ def summed(vectors: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list
 def _compress_and_sum(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Sum compressed gradients with error feedback.
+    """Sum compressed gradients, with error feedback except for `qsgd` and `memory=False`.
 
     C is the compressor of the method. With the gradient g and the error e of earlier steps, a rank sends C(e + g) and
     stores the new error e + g - C(e + g).
