@@ -56,7 +56,7 @@ LEVELS = (0, 1, 2, 3)
 VIRTUAL_STAGES = (1, 2, 3, 4)
 
 SIMULATED, SMALLER = 4, 2
-"""Number of candidates to simulate: the fastest by formula, and the fastest that need less memory."""
+"""Number of candidates to simulate: the fastest by formula, and others on the Pareto front that need less memory."""
 
 RESCHEDULED = 2
 """Number of candidates that are also simulated under all other schedules.
