@@ -74,7 +74,7 @@ class PartitionedTrainer(Trainer):
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def _inspect_partitioned(self: Any) -> None:
-        """Read label names and loss arguments from the class of the user's model."""
+        """Set the trainer's label names and loss settings from the class of the user's model."""
         inner = self._users_model()
         self._signature_columns = None
         if self.args.label_names is None:
@@ -187,7 +187,7 @@ class PartitionedTrainer(Trainer):
         return None if own is Trainer.compute_loss else f"{own.__qualname__}()"
 
     def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return (loss, logits, labels) of the global batch; with `local_batch=True`, of this data rank's."""
+        """Return (loss, logits, labels) of the global batch, or with `local_batch=True` of this data rank."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and not self.model._local_batch:
             loss = loss.expand(self.model.num_data_ranks)  # Trainer repeats it per_device_eval_batch_size times

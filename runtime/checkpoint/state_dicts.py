@@ -39,7 +39,7 @@ def with_shard_offsets(
 ) -> None:
     """Prepare a module's state dict for distributed checkpoints, in place.
 
-    Replaces every sharded tensor by a `ShardTensor`, and adds the entries of `extra`. Replicated tensors stay plain.
+    Replaces parameters by `ShardTensor`s, unless all ranks store the full parameter. Adds the entries of `extra`.
     """
     state_dict.pop(prefix + NO_PARAMETERS, None)
     for name, parameter in module.named_parameters(remove_duplicate=False):

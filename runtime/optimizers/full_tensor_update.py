@@ -61,7 +61,8 @@ class FullTensorUpdate:
     Args:
         tensors: all parameters on this rank.
         make: function that creates optimizers from [(name, parameter)]. Sharded parameters in `full` are passed with
-            their full shape. Those of other owners never get values or a gradient, so optimizers skip them.
+            their full shape. If another rank owns such a parameter, it never gets a gradient here, so optimizers skip
+            it.
         full: names of parameters whose optimizer needs the full tensor. All other parameters are updated as shards.
     """
 

@@ -210,7 +210,7 @@ class SaveMethods:
     # --- Saving
 
     def _finish_save(self) -> None:
-        """Wait for the save that is being written, if any. Its error is raised once."""
+        """Wait for the save that is being written, if any. Raises its error if it has failed, but only once."""
         pending, self._save = self._save, None
         if pending is not None:
             pending.wait()
