@@ -248,7 +248,7 @@ class AutopartStrategy(DDPStrategy):
         """Context manager in which gradients accumulate without being reduced.
 
         If parameters are sharded over data ranks, or if `pm.step` computes the gradients, they are reduced as usual.
-        `_Step` keeps the gradients of earlier batches apart, so that they are not reduced again.
+        `_Step` stores the gradients of earlier batches separately, so that they are not reduced again.
         """
         with ExitStack() as stack:
             for module in self.partitioned if not self._calls_step else ():

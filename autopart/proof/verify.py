@@ -160,8 +160,7 @@ def verify(
         max_norm: gradient clipping norm.
         scaler: True, settings of a `torch.amp.GradScaler`, or a scaler.
         batches: keyword arguments of the call of each step.  [default: the example in every step]
-        lengths: further sequence lengths to verify, such as [17, 64, 77]. The report names the lengths whose program
-            is derived from the programs of other lengths, without a trace.
+        lengths: further sequence lengths to verify, such as [17, 64, 77]. The report marks derived (untraced) programs.
     Raises the errors of `plan`.
 
     Example:
