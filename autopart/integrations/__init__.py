@@ -1,7 +1,8 @@
 """Training libraries that train partitioned models: accelerate, transformers, TRL, PEFT and Lightning.
 
-Each module of this package imports its library and connects it. `parallelize` imports the modules of the libraries that
-the program has imported before. `import autopart.integrations.transformers` connects a library explicitly.
+Importing a module of this package patches its library, so that the library accepts partitioned models. `parallelize`
+does so for the libraries that the program has already imported. `import autopart.integrations.transformers` does so
+explicitly.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import sys
 LIBRARIES = {
     "accelerate": "accelerate.accelerator", "transformers": "transformers.trainer", "peft": "peft.peft_model",
 }  # fmt: skip
-"""{module of this package: module of the library}."""
+"""{module of this package: module of the library that the program must have imported}."""
 
 
 def connect_imported_libraries() -> None:
-    """Connect the libraries that the program has imported.
+    """Import the integrations of the libraries that the program has imported.
 
-    A version of a library that cannot be connected is left as it is. An explicit import of its module here raises
-    ImportError.
+    If the version of a library is not supported, its integration is skipped. Importing that module of this package
+    explicitly raises ImportError.
     """
     for name, library in LIBRARIES.items():
         if library in sys.modules and LIBRARIES["accelerate"] in sys.modules:  # transformers' Trainer uses accelerate

@@ -107,7 +107,10 @@ class PartitionedAccelerator(Accelerator):
         return prepared
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Run backward of the global loss. Raises UsageError on a pipeline and with `precision="fp16"`."""
+        """Run backward of the global loss.
+
+        Raises UsageError on a pipeline and with `precision="fp16"`, which need `pm.step`.
+        """
         if self.partitioned._loss_scaling is not None:
             raise UsageError(
                 "accelerator.backward() does not scale the loss of a model with precision='fp16'",
@@ -227,9 +230,9 @@ class DataRankScheduler(AcceleratedScheduler):
 
 
 def adopt(accelerator: Accelerator, module: ParallelModule) -> None:
-    """Give an Accelerator the methods for a partitioned model.
+    """Change the class of a user's Accelerator to `PartitionedAccelerator`.
 
-    Raises UsageError for options that do not fit.
+    Raises UsageError for options of the Accelerator that do not work with the partitioned model.
     """
     if isinstance(accelerator, PartitionedAccelerator):
         if accelerator.partitioned is not module:

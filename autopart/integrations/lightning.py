@@ -177,9 +177,9 @@ class AutopartStrategy(DDPStrategy):
 
     @functools.cached_property
     def _data_group(self) -> dist.ProcessGroup:
-        """Process group with one rank of each data rank, this rank included.
+        """Process group over the data ranks: this rank, and one rank of every other data rank.
 
-        If several ranks compute equal samples (a data rank), each group has the ranks with one index among them.
+        A data rank is a group of ranks that compute equal samples. The i-th ranks of all data ranks form a group.
         """
         mesh = self._mesh
         by_data_rank: dict[int, list[int]] = {}
@@ -247,9 +247,8 @@ class AutopartStrategy(DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Context manager in which gradients accumulate without being reduced.
 
-        If parameters are sharded over data ranks, gradients are reduced as usual.
-
-        Gradients of `pm.step` are always reduced, because `_Step` stores earlier gradients separately.
+        If parameters are sharded over data ranks, or if `pm.step` computes the gradients, they are reduced as usual.
+        `_Step` stores the gradients of earlier batches separately, so that they are not reduced again.
         """
         with ExitStack() as stack:
             for module in self.partitioned if not self._calls_step else ():
@@ -314,10 +313,10 @@ class LightningMetrics(Callback):
 
 
 class _Step:
-    """A call of `pm.step` in the hook `training_step`. `backward` adds its gradients to `.grad`.
+    """A call of `pm.step` in the hook `training_step`. It stores its gradients until `add_gradients`.
 
-    The gradients are stored in between, because Lightning zeroes `.grad` between `training_step` and `backward`.
-    `outputs` require gradients, so that `backward` computes the derivative of the user's loss by the model's loss.
+    `.grad` cannot store them, because Lightning zeroes it between `training_step` and `backward`. `outputs` require
+    gradients, so that Lightning's backward computes the derivative of the user's loss by the model's loss.
     """
 
     def __init__(self, module: ParallelModule, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -340,7 +339,7 @@ class _Step:
         return self.leaves[-1]
 
     def add_gradients(self) -> None:
-        """Add the gradients, times the derivative of the user's loss by the model's loss."""
+        """Add the stored gradients to `.grad`, times the derivative of the user's loss by the model's loss."""
         if any(leaf.grad is not None for leaf in self.leaves if leaf is not self.loss) or self.loss is None:
             raise UsageError(
                 "the loss is computed from outputs of a model on a pipeline",
@@ -365,7 +364,7 @@ class _Called(Exception):
 
 
 class _Example:
-    """A trial call of the LightningModule, to record with which inputs it calls its submodules."""
+    """A trial call of the LightningModule, which records the inputs of its submodules."""
 
     def __init__(self, trainer: Any, strategy: AutopartStrategy) -> None:
         self.trainer, self.strategy, self.module = trainer, strategy, strategy.lightning_module

@@ -62,7 +62,7 @@ class PartitionedTrainer(Trainer):
     # --- set up --------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Create the accelerator and connect it to the partitioned model."""
+        """Create the accelerator, and change its class so that it accepts the partitioned model."""
         super().create_accelerator_and_postprocess()
         adopt(self.accelerator, self.model)
         gather = self.accelerator.gather_for_metrics  # the method before `adopt` gathers from all ranks
@@ -74,7 +74,7 @@ class PartitionedTrainer(Trainer):
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def _inspect_partitioned(self: Any) -> None:
-        """Read label names and loss arguments from the class of the user's model."""
+        """Set the trainer's label names and loss settings from the class of the user's model."""
         inner = self._users_model()
         self._signature_columns = None
         if self.args.label_names is None:
@@ -187,7 +187,7 @@ class PartitionedTrainer(Trainer):
         return None if own is Trainer.compute_loss else f"{own.__qualname__}()"
 
     def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return (loss, logits, labels) of the global batch; with `local_batch=True`, of this data rank's."""
+        """Return (loss, logits, labels) of the global batch, or with `local_batch=True` of this data rank."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and not self.model._local_batch:
             loss = loss.expand(self.model.num_data_ranks)  # Trainer repeats it per_device_eval_batch_size times
@@ -204,7 +204,7 @@ class PartitionedTrainer(Trainer):
         return self._flops_per_element * inputs[name].numel() * share
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log values, and the metrics of the partitioned model for `TrainerMetrics`."""
+        """Log values. With the callback `TrainerMetrics`, also log `pm.metrics()` with each training loss."""
         if "loss" in logs and any(isinstance(one, TrainerMetrics) for one in self.callback_handler.callbacks):
             logs |= {f"autopart/{name}": value for name, value in self.model.metrics().items()}
         super().log(logs, *args, **kwargs)
@@ -272,9 +272,9 @@ class PartitionedTrainer(Trainer):
 
 @functools.cache
 def partitioned(kind: Any) -> Any:
-    """Return the subclass of a Trainer class that trains a partitioned model.
+    """Return a subclass of a Trainer class that trains a partitioned model.
 
-    `Trainer(model=pm)` switches to this class automatically, and so do subclasses of Trainer.
+    `Trainer(model=pm)`, or a subclass of Trainer with such a model, changes its class to this one.
     """
     return type(kind.__name__, (PartitionedTrainer, kind), {"__module__": kind.__module__})
 

@@ -21,7 +21,7 @@ NAME = "add_fused_lm_head"
 
 
 def connect_trainer(kind: type) -> None:
-    """Replace TRL's fused head in the Python modules that define a trainer class and its bases."""
+    """Replace `add_fused_lm_head` of TRL in the Python modules that define a trainer class and its bases."""
     for base in kind.__mro__:
         module = sys.modules.get(base.__module__)
         original = getattr(module, NAME, None)

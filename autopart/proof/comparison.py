@@ -45,7 +45,8 @@ SEED = 0
 GRAD_FLOOR = 1e-4
 """Gradients are compared absolutely if all gradients are below this.
 
-They are then only rounding errors, because all sums cancel (a shift of all classes).
+They are then only rounding errors of sums that cancel. For example, a bias that shifts the logits of all classes
+equally does not change the loss.
 """
 
 _OF_DTYPES = "Double", "ComplexDouble", "dtype", "scalar type"
@@ -114,7 +115,7 @@ class Results:
 
     @property
     def grad_scale(self) -> float:
-        """Largest finite gradient entry, at least `GRAD_FLOOR`.
+        """Largest finite absolute value in all gradients, at least `GRAD_FLOOR`.
 
         Errors of gradients are relative to this number.
         """
@@ -395,7 +396,10 @@ class _InputGradients:
                 tensor.retain_grad()
 
     def errors(self, expected: Results) -> dict[str, float]:
-        """Return {input: largest error of its gradient over all ranks}. Gradients of inputs are not sharded."""
+        """Return {"input <name>": largest error of the input's gradient over all ranks}.
+
+        Gradients of inputs are not sharded.
+        """
         errors = {}
         for name, whole in expected.input_grads.items():
             apart = [
@@ -407,7 +411,7 @@ class _InputGradients:
 
 
 def output_errors(program: Program, results: Mapping[int, list[tuple]], expected: list) -> dict[str, float]:
-    """Return {output: largest error over all ranks}."""
+    """Return {"output <index>": largest error over all ranks}."""
     errors: dict[str, float] = {}
     for microbatches in results.values():
         merged = merge_microbatches(program, microbatches)
@@ -445,7 +449,7 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
 def buffer_errors(
     buffers: Mapping[int, Mapping[str, Tensor]], expected: Results, scales: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return {written buffer: largest error of its new value over the ranks that compute it}.
+    """Return {"buffer <name>": largest error of the new value over the ranks that compute it}.
 
     Args:
         scales: {buffer: number by which the error of its new value is divided}, from `buffer_scales`.
@@ -479,10 +483,11 @@ def weights_like(output: Tensor) -> Tensor:
 def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
     """Return the largest absolute difference of two tensors, divided by `scale`.
 
-    Returns infinity if shapes differ, or if an entry is infinite or NaN in one tensor only.
+    Returns infinity if shapes differ, or if an entry is infinite or NaN in one tensor only. For tensors of integers or
+    booleans, returns 1 if any entry differs, else 0.
 
     Args:
-        scale: by default, the largest finite entry of the expected tensor, at least `FLOOR`.
+        scale: by default, the largest finite absolute value in the expected tensor, at least `FLOOR`.
     """
     if actual.shape != expected.shape:
         return float("inf")
@@ -500,7 +505,7 @@ def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> fl
 
 
 def scale_of(value: Tensor) -> float:
-    """Return the largest finite entry of a tensor, at least `FLOOR`."""
+    """Return the largest finite absolute value in a tensor, at least `FLOOR`."""
     return max(largest(value), FLOOR)
 
 

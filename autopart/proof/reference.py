@@ -59,7 +59,7 @@ NOT_FINITE_IN_DOUBLE = (
 )
 """Reason why the model's own precision is used.
 
-Finite weights can give non-finite values in float64: a softmax in float32 turns the smallest float64 into -inf.
+Finite weights can give NaN only in float64: a mask with the smallest float64 becomes -inf if softmax casts to float32.
 """
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
@@ -250,7 +250,6 @@ def _draws_by_torch(node: fx.Node) -> bool:
 
 
 def _is_double(model: nn.Module) -> bool:
-    """Return True if all parameters of a model are float64."""
     return all(parameter.dtype in _SINGLE for parameter in model.parameters())
 
 

@@ -20,7 +20,7 @@ _SUMS = {"aten::sum", "aten::mean", *_DIFFERENCES}
 _VIEWS = {"aten::reshape", "aten::view", "aten::squeeze", "aten::unsqueeze", "aten::permute", "aten::expand"}
 _COPIES = {"aten::detach", "aten::to", "aten::_to_copy", "aten::clone", "aten::alias"}
 _PRODUCTS = {"aten::mul", "aten::div"}
-"""Products, through which the search for summands continues if the other factor is a number."""
+"""Products. If one factor is a number, the search for summands continues in the other factor."""
 
 
 def summed_magnitude(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:

@@ -150,9 +150,9 @@ def verify(
         rng: "exact", or "fast" to turn dropout off (eval mode), for models whose random numbers cannot be reproduced.
         tolerance: largest relative error that counts as equal.
         shrink: if values are wrong, also find the smallest subgraph that is wrong when it runs alone.
-        scaled: True verifies a smaller copy, which has only two of each run of equal blocks. False verifies the model
-            itself. "auto" uses the copy if the model does not fit into memory in float64 or has no weights. If `plan`,
-            a plan of the full model, is passed, the copy gets its layouts.
+        scaled: True verifies a smaller copy, which has only two blocks of each sequence of equal blocks. False verifies
+            the model itself. "auto" uses the copy if the model does not fit into memory in float64 or has no weights.
+            If `plan`, a plan of the full model, is passed, the copy gets its layouts.
         tamper: function that plants a fault before the run. It gets the program and the ranks' parameters.
         steps: number of training steps to run after the first comparison. Loss, gradient norm, gradients, weights and
             optimizer state are compared after each step. Any of the next four arguments implies 3 steps.
@@ -160,7 +160,7 @@ def verify(
         max_norm: gradient clipping norm.
         scaler: True, settings of a `torch.amp.GradScaler`, or a scaler.
         batches: keyword arguments of the call of each step.  [default: the example in every step]
-        lengths: further sequence lengths to verify, such as [17, 64, 77]. The report marks those with derived programs.
+        lengths: further sequence lengths to verify, such as [17, 64, 77]. The report marks derived (untraced) programs.
     Raises the errors of `plan`.
 
     Example:

@@ -16,7 +16,7 @@ TELLS = 0.001
 """Minimum difference, as a share of the step time, that a text mentions."""
 
 SAME = 1.005
-"""A configuration is called slower if it takes this factor longer than the best: both times are estimates."""
+"""Ratio of step times from which a text calls a configuration slower. Below it, two estimates count as equal."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
@@ -43,7 +43,7 @@ def _has_one_axis(candidate: Candidate, axis: str) -> bool:
 
 
 def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) -> Iterator[str]:
-    """Yield a line for each well-known configuration: how much slower it is, or that memory is too small."""
+    """Yield a line for each well-known configuration: how much slower it is, or that it does not fit."""
     swept = space.sweep(devices)
     for name, is_one in famous(space.hardware.devices_per_node).items():
         family = [candidate for candidate in swept if is_one(candidate)]

@@ -56,7 +56,7 @@ LEVELS = (0, 1, 2, 3)
 VIRTUAL_STAGES = (1, 2, 3, 4)
 
 SIMULATED, SMALLER = 4, 2
-"""Number of candidates to simulate: the fastest by formula, and the fastest that need less memory."""
+"""Number of candidates to simulate: the fastest by formula, and others on the Pareto front that need less memory."""
 
 RESCHEDULED = 2
 """Number of candidates that are also simulated under all other schedules.
@@ -146,8 +146,8 @@ class LayoutKind(NamedTuple):
     def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
         """Return the layout kind of a mesh.
 
-        All meshes with 2 to 7 `cp` ranks count as 2 ranks, and all with 8 or more as 8. The limit is 8 because another
-        method of context-parallel attention (ring or all-to-all) can be the cheapest from there.
+        Meshes with 2 to 7 `cp` ranks count as 2 ranks, and meshes with 8 or more as 8. From 8 ranks on, another method
+        of context-parallel attention (ring or all-to-all) can be the cheapest.
         """
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
         return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)

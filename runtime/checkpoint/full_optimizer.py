@@ -115,8 +115,8 @@ def _group_dict(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[
     """Return an optimizer group as state dicts have it.
 
     Args:
-        order: {parameter name: index in the model}, by which the names of a group that was merged from several stages
-            are sorted.
+        order: {parameter name: index in the model}. The names of the group are sorted by this index, because the group
+            was merged from several pipeline stages. None: keep their order.
     """
     rows = list(zip(group.names, group.user_names or group.names, strict=True))
     if order is not None:
@@ -145,14 +145,15 @@ def load_by_name(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], first: Mapping[str, str],
     state_of: Callable[[Tensor, ShardInfo], Mapping[str, Any] | None],
 ) -> dict[int, Any]:  # fmt: skip
-    """Load groups keyed by parameter names, and state. Return {index of a parameter: its loaded state}.
+    """Load state and parameter groups by parameter name. Return {index of a parameter: its loaded state}.
 
-    Raises CheckpointError if the saved groups do not match the groups of the optimizer.
+    The index is that of the optimizer's own state dict. Raises CheckpointError if the saved groups do not match the
+    groups of the optimizer.
 
     Args:
-        saved: the saved groups.
+        saved: the saved groups, which list parameter names.
         first: {name of a parameter: its first name in the model}.
-        state_of: function that returns the state to load for a parameter; None if it has no state.
+        state_of: function that returns the state to load for a parameter; None if the parameter has no state.
     """
     group_by_name = {first[name]: index for index, group in enumerate(saved) for name in group[PARAMS]}
     state: dict[int, Any] = {}
@@ -203,9 +204,16 @@ def _options(
     group_by_name: Mapping[str, int],
     saved: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the options (such as the learning rate) to load into an optimizer's group.
+    """Return the options (such as the learning rate) to load into group `index` of an optimizer.
 
-    They come from the saved group that has the same parameters. Raises CheckpointError if there is no such group.
+    They are the options of the saved group that contains the parameters of this group. For a group without parameters
+    on this rank, it is the saved group with the same index. Raises CheckpointError if a parameter is not saved, or if
+    the parameters are in several saved groups.
+
+    Args:
+        names: names of the group's parameters.
+        group_by_name: {parameter name: index of its saved group}.
+        saved: the saved groups.
     """
     missing = [name for name in names if name not in group_by_name]
     if missing:
@@ -256,7 +264,7 @@ class OptimizerStateMethods:
 
     @meeting
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
-        """Load a full optimizer state, saved on any mesh or from the unpartitioned model.
+        """Load a full optimizer state that was saved on any mesh or from the unpartitioned model.
 
         Every rank passes the full state and keeps its shards. Raises CheckpointError if the state does not match the
         optimizer.

@@ -21,7 +21,7 @@ _STATE = "state"
 
 
 def record_parameter_of(value: Tensor, name: str) -> None:
-    """Record `name`, the parameter to which `value`, a replicated tensor of optimizer state, belongs."""
+    """Record that the tensor `value` of optimizer state belongs to the parameter `name`."""
     _OWNERS[value] = name
 
 
@@ -65,7 +65,7 @@ def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
 
 
 def without_absent(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state without the tensors that the loaded checkpoint lacked."""
+    """Return an optimizer's state without the parameters whose state the loaded checkpoint lacked."""
     return {index: values for index, values in state.items() if not _is_absent(values)}
 
 

@@ -79,7 +79,8 @@ def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[Parameter
 def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
     """Merge groups of all stages by index.
 
-    If stages have different numbers of groups, groups with equal options are merged instead.
+    If stages have different numbers of groups, merge groups with equal options instead. Raises CheckpointError if that
+    is ambiguous, because a stage has two groups with equal options.
     """
     if len({len(groups) for groups in stages}) == 1 or any(
         _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]

@@ -37,16 +37,16 @@ from autopart.runtime.weights.safetensors_files import INDEX, SINGLE
 from autopart.tracing.meta_copy import Source
 
 GATHERED_BYTES = 2**27
-"""Bytes of tensors that are gathered together, or the bytes of one tensor if it is larger."""
+"""Maximum bytes of the tensors that are gathered together. A larger tensor is gathered alone."""
 ADAPTER, PROMPT = "adapter_model.safetensors", "prompt_embeddings"
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the model's state dict in a folder.
+    """A tensor of the model's state dict, to write into a folder.
 
     Attributes:
-        stored: name of the sharded parameter; None for a buffer.
+        stored: name of the parameter in the partitioned model; None for a tensor that need not be gathered (a buffer).
     """
 
     name: str
@@ -55,9 +55,9 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module, program: Program, dtypes: Mapping[str, torch.dtype]) -> list[SavedTensor]:
-    """Return the tensors that a folder of the model has.
+    """Return the tensors to write into a folder of the model.
 
-    A tied tensor has one name, as transformers saves it.
+    A tied tensor is listed once, under the name with which transformers saves it.
     """
     ties = getattr(model, "_tied_weights_keys", None) or ()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -111,7 +111,7 @@ class PretrainedFolderMethods:
         """Write a folder that `from_pretrained` loads on one device.
 
         Every rank must call it, with the same folder. Every rank writes some of the safetensors files. The first rank
-        writes the index and the config. Of a PEFT model, the first rank writes the adapter, as PEFT does.
+        writes the index and the config. For a PEFT model, the first rank writes only the adapter, as PEFT does.
 
         Args:
             max_shard_size: largest size of a file: bytes, or a text such as "5GB". A tensor is never divided.
@@ -150,10 +150,10 @@ class PretrainedFolderMethods:
                 tokenizer.save_pretrained(str(folder))
 
     def load_pretrained(self, folder: str | Path) -> None:
-        """Load weights from a folder of safetensors files. Each rank reads its shards only.
+        """Load weights from a folder of safetensors files. Each rank reads only its shards.
 
-        A folder with an adapter of PEFT is loaded into the adapter of the partitioned PEFT model. Raises
-        CheckpointError if the files do not fit the model.
+        For a PEFT model, the folder must contain an adapter, and only the adapter is loaded. Raises CheckpointError if
+        the files do not fit the model.
         """
         program = self._traced("load_pretrained()")
         model: Any = self._source.model
@@ -256,7 +256,7 @@ def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_index(folder: Path, names: Sequence[str], placed: Mapping[str, str], total: int) -> None:
-    """Write the index of a folder with several files. Delete files and indices of earlier saves."""
+    """Write the index of a folder if it has several files, and delete weight files of earlier saves."""
     earlier = [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]
     if len(names) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}, indent=2)
@@ -282,7 +282,7 @@ def save_config(model: Any, folder: Path) -> None:
 
 
 def adapter_names(program: Program, model: Any) -> dict[str, str]:
-    """Return {name in PEFT's file: name of the parameter} of a PEFT model's adapter."""
+    """Return {name in the adapter file of PEFT: name of the parameter} for the adapter of a PEFT model."""
     from peft import get_peft_model_state_dict
 
     own = {name: p for name in program.parameters if (p := model.get_parameter(name)).requires_grad}

@@ -52,13 +52,16 @@ def save_by_names(call: Callable[[], Any], names: Names, optimizers: Iterable[Op
 
 
 def with_all_stages(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return groups that add the names of all stages' parameters when torch replaces indices by names."""
+    """Return groups that list the parameters of all stages, once torch has replaced indices by names.
+
+    Returns the groups unchanged if `save_by_names` has not exchanged the names.
+    """
     names = _names_of_all_stages(optimizer)
     return list(groups) if names is None else [StageGroup(*pair) for pair in zip(groups, names, strict=True)]
 
 
 def _names_of_all_stages(optimizer: Optimizer) -> list[list[str]] | None:
-    """Return the names of each group's parameters; None if names were not exchanged for these groups."""
+    """Return the names of each group's parameters; None if `save_by_names` has not exchanged them."""
     names = _GROUP_NAMES.get(optimizer)
     return names if names is not None and len(names) == len(optimizer.param_groups) else None
 
@@ -68,8 +71,8 @@ def load_by_names(
 ) -> dict[str, Any]:
     """Select one optimizer's state from a state dict by parameter names.
 
-    Torch rejects groups without parameters, which a stage may have. This function gives them the options, such as the
-    learning rate, that the other stages load.
+    A stage may have groups without parameters, which torch rejects. This function leaves them out of torch's call. Then
+    it adds them with the options, such as the learning rate, that other stages load for the group.
 
     Args:
         call: torch's function, which returns the state of the optimizer.

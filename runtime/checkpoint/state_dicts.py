@@ -39,7 +39,7 @@ def with_shard_offsets(
 ) -> None:
     """Prepare a module's state dict for distributed checkpoints, in place.
 
-    Replaces every sharded tensor by a `ShardTensor`, and adds the entries of `extra`. Replicated tensors stay plain.
+    Replaces parameters by `ShardTensor`s, unless all ranks store the full parameter. Adds the entries of `extra`.
     """
     state_dict.pop(prefix + NO_PARAMETERS, None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -51,7 +51,7 @@ def with_shard_offsets(
 
 
 def with_offsets(value: Tensor, shard_info: ShardInfo) -> Tensor:
-    """Return a local parameter's value as a `ShardTensor`. If all ranks store the full value, return it."""
+    """Return a local parameter's value as a `ShardTensor`; unchanged if all ranks store the full value."""
     place = shard_offsets_of(shard_info)
     return value if place.is_full and shard_info.process.mesh.size("pp") == 1 else as_shard(value, place, shard_info)
 
@@ -120,8 +120,8 @@ class Loading:
     def take(self, state_dict: MutableMapping[str, Any], prefix: str, extra: MutableMapping[str, Any]) -> None:
         """Reduce `state_dict` in place to the local tensors that `nn.Module` loads on this rank.
 
-        Full tensors are sharded, and names of other stages' parameters are removed. If a state dict has any name of
-        another stage, it must have all names.
+        Full tensors are sharded, names of other stages' parameters are removed, and entries that are not tensors are
+        moved to `extra`. If a state dict has any name of another stage, it must have all names.
         """
         names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
         elsewhere = self.shapes.keys() - self.parameters.keys() - self.buffers - extra.keys()

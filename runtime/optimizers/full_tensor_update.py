@@ -56,12 +56,13 @@ class SharedEntry:
 
 
 class FullTensorUpdate:
-    """Optimizer steps of a rank: on full tensors that it owns, and on shards of parameters not in `full`.
+    """Optimizers of a rank: they update the full tensors that the rank owns, and shards of parameters not in `full`.
 
     Args:
         tensors: all parameters on this rank.
-        make: function that creates optimizers from [(name, parameter)]. Parameters in `full` are passed with their full
-            shape. If another rank owns such a parameter, it has no values and never a gradient, so optimizers skip it.
+        make: function that creates optimizers from [(name, parameter)]. Sharded parameters in `full` are passed with
+            their full shape. If another rank owns such a parameter, it never gets a gradient here, so optimizers skip
+            it.
         full: names of parameters whose optimizer needs the full tensor. All other parameters are updated as shards.
     """
 
@@ -188,5 +189,5 @@ class FullTensorUpdate:
 
 
 def placeholder(like: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    """Return a parameter of this shape without values, because optimizer constructors read only shapes."""
+    """Return a parameter of this shape that uses no memory. Optimizer constructors read only its shape."""
     return nn.Parameter(like.detach().new_zeros(()).expand(shape))

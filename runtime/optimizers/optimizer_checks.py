@@ -63,16 +63,19 @@ Lists optimizers that need the parameters of all ranks, such as LBFGS.
 
 @cache
 def patch_optimizers() -> None:
-    """Make optimizers that cannot train shards raise OptionError at their first step on shards."""
+    """Patch torch, so that elementwise optimizers run on local shards, and all optimizers are checked.
+
+    An optimizer that cannot train shards then raises OptionError at its first step on shards.
+    """
     register_optimizer_step_pre_hook(_before_step)
     for name in ELEMENTWISE:
         step_on_shards(getattr(torch.optim, name))
 
 
 def step_on_shards(kind: Any) -> None:
-    """Make the step of an elementwise optimizer class run on local shards.
+    """Patch an elementwise optimizer class, so that its step runs on local shards.
 
-    Step hooks are user code, so in them parameters still behave as full tensors.
+    In step hooks, which are user code, parameters still behave as full tensors.
     """
     if getattr(kind.step, "hooked", False):  # torch has already wrapped the class when an earlier optimizer was created
         kind.step = kind.profile_hook_step(_on_shards(kind.step.__wrapped__))
@@ -84,7 +87,7 @@ def step_on_shards(kind: Any) -> None:
 def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the step of an elementwise optimizer, so that it runs on local shards.
 
-    A closure is user code, so in it parameters still behave as full tensors.
+    In a closure, which is user code, parameters still behave as full tensors.
     """
 
     @functools.wraps(step)
@@ -101,9 +104,10 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Check an optimizer before its step. If there is a closure, also check the gradients after it.
+    """Check an optimizer before its step, as a hook of torch.
 
-    A hook before `step`. Returns arguments with a checked closure, or None if there is no closure.
+    If the step has a closure, which computes the gradients, return arguments with a closure that also checks the
+    gradients. Otherwise return None.
     """
     is_keyword = kwargs.get("closure") is not None
     closure = kwargs["closure"] if is_keyword else args[1] if len(args) > 1 else None
@@ -120,7 +124,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
 
 _CHECKED: Any = WeakIdKeyDictionary()
-"""{optimizer: number of parameters when it was checked}."""
+"""{optimizer: number of its parameters at the last check}. It is checked again if parameters are added."""
 
 
 @on_local_values
@@ -194,7 +198,7 @@ def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool
 
 
 def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return by how much test matrices change in three steps of an optimizer.
+    """Return the change of test matrices in three steps of a new optimizer of the same class.
 
     Args:
         elements: for each matrix, a tensor of numbers that determine its values and gradients.
@@ -215,9 +219,9 @@ def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list
 
 
 def reason_of(kind: type, reasons: dict[str, str]) -> str:
-    """Return the reason why an optimizer class cannot train shards; "" if there is none.
+    """Return the first of `reasons` whose pattern matches the name of the class or of a base class; else "".
 
-    `reasons`: {pattern of class names: reason}.
+    `reasons`: {pattern of class names: reason why the optimizer cannot train shards}.
     """
     names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
     matching = [why for pattern, why in reasons.items() for name in names if re.search(pattern, name)]

@@ -125,7 +125,7 @@ def assign_owners(
 
 
 def to_owners(shards: Mapping[str, Tensor], tensors: Sequence[OwnedTensor]) -> Steps[dict[str, Tensor]]:
-    """Send each shard to the tensor's owner. Return {name: full tensor} of the tensors of this rank.
+    """Send each shard to the tensor's owner. Return {name: full tensor} for the tensors that this rank owns.
 
     Args:
         shards: {name: this rank's shard}. The names must be equal on all ranks.
@@ -225,7 +225,8 @@ def run_in_lockstep(steps: Mapping[int, Steps[T]], mesh: Mesh) -> dict[int, T]:
     """Run the generators of all ranks in one process. Return {rank: result}.
 
     Args:
-        steps: {rank: generator of collectives}. Ranks that exchange tensors must yield their all-to-alls in one order.
+        steps: {rank: generator of collectives}. Ranks that exchange tensors must yield their all-to-alls in the same
+            order.
     """
     results: dict[int, T] = {}
     requests: dict[int, AllToAll | GatherObjects] = {}

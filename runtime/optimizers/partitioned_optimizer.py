@@ -20,9 +20,9 @@ from autopart.runtime.optimizers.owner_exchange import run_on_groups
 class PartitionedOptimizer(Optimizer):
     """Optimizer that updates full tensors of a partitioned model. `pm.optimizer` creates it.
 
-    Schedulers, `GradScaler`, clipping and checkpoints use it like any optimizer. `state` has entries only for tensors
-    that are updated as shards. Each other tensor has an owner rank, which stores the tensor's state. While a state dict
-    is saved or loaded, this state is sharded like the parameters.
+    Schedulers, `GradScaler`, clipping and checkpoints use it like any optimizer. `state` has values only for tensors
+    that are updated as shards. Each other tensor has an owner rank, which stores the tensor's state, and an empty entry
+    in `state`. In state dicts, this state is sharded like the parameters.
     """
 
     def __init__(self, update: FullTensorUpdate, parameters: Mapping[str, nn.Parameter], process: Process) -> None:
@@ -111,9 +111,9 @@ class PartitionedOptimizer(Optimizer):
         )
 
     def _show_local_state(self) -> None:
-        """Set `state` to the entries of tensors that are updated as shards. Other tensors get empty entries.
+        """Set `state` to the state of tensors that are updated as shards. Other tensors get empty entries.
 
-        The entries exist because torch assumes that an optimizer with an empty `state` has not run yet.
+        Without these entries, `state` could be empty, and torch would assume that the optimizer has not run yet.
         """
         state: StateByName = {name: {} for name in self._update.sharded_names} if self._has_state else {}
         state |= self._update.local_state()

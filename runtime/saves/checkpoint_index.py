@@ -273,7 +273,7 @@ def changed_text(name: str, chunk: SavedChunk) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a text of a file without control characters."""
+    """Replace characters of a name from a file that cannot be printed, such as control characters."""
     return "".join(character if character.isprintable() else "?" for character in name)
 
 

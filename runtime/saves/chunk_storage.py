@@ -56,7 +56,7 @@ class IndexedWriter(FileSystemWriter):
         part: temporary folder.
         index: the index, whose entries and files are still empty.
         files: {name: content} of further files. The first rank writes them.
-        complete: function that is called on the first rank when everything is written. It renames the folder.
+        complete: called on the first rank when everything is written. It gives the folder its final name.
     """
 
     def __init__(self, part: Path, index: CheckpointIndex, files: Mapping[str, bytes], complete: Callable[[], None]):
@@ -76,7 +76,7 @@ class IndexedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, DCP's metadata and the further files. DCP calls it on the first rank."""
+        """Write the index, DCP's metadata and the files in `files`. DCP calls it on the first rank."""
         entries = entries_of(metadata, [result for of_rank in results for result in of_rank])
         files = {}
         for name, content in self.files_to_write.items():
@@ -119,7 +119,10 @@ def entries_of(metadata: Metadata, results: Sequence[WriteResult]) -> dict[str, 
 def _alias_results(
     metadata: Metadata, results: list[list[WriteResult]], aliases: Mapping[str, str]
 ) -> list[WriteResult]:
-    """Add the second names of tied parameters to DCP's metadata. Their bytes are written once."""
+    """Add the second names of tied parameters to DCP's metadata.
+
+    Returns results that give the second names the positions of the first names, whose bytes are written once.
+    """
     added = []
     for alias, name in aliases.items():
         metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
@@ -149,7 +152,7 @@ class IndexedReader(FileSystemReader):
         return Metadata(described, storage_data=self.chunks)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each chunk once, in the order of the files."""
+        """Read each chunk once, in the order in which chunks are stored."""
 
         def position(item: Any) -> tuple[str, int]:
             chunk = self.chunks[item.storage_index]
@@ -225,7 +228,7 @@ def read_shards(folder: Path, index: CheckpointIndex, targets: Mapping[str, Tens
     Raises CheckpointError for bytes that have changed.
 
     Args:
-        targets: {name in the index: tensor on the CPU}. A `ShardTensor` gets its shard.
+        targets: {name in the index: tensor on the CPU}. Into a `ShardTensor`, only the shard is read.
     """
     reader, planner = (
         IndexedReader(folder, index),

@@ -56,6 +56,7 @@ def to_save(source: Path, parent: Path) -> tuple[Path, int]:
 
     Args:
         source: a folder or file of safetensors, or a file of `torch.save` with a state dict.
+        parent: the folder in which the save is created.
     """
     from autopart.runtime.saves.chunk_storage import IndexedWriter, write_shards
 

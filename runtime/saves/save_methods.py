@@ -68,7 +68,7 @@ class Resumed:
     Attributes:
         folder: the save; None if there was none (`missing_ok`).
         step, samples: training steps, and samples of the global batches, before the save.
-        extra: the dict that was passed to `pm.save`.
+        extra: the dict that was passed to `pm.save` as `extra`.
     """
 
     folder: Path | None
@@ -168,7 +168,7 @@ class SaveMethods:
         differs, every rank raises a CheckpointError that lists the differences, and nothing is changed.
 
         Args:
-            folder: a save, or a folder of saves with `name`.
+            folder: a save, or, if `name` is passed, a folder of saves.
             name: "latest" for the last complete save of `folder`, or the name of a save.
             optimizer, scheduler: as in `save`. None: its state is not loaded.
             missing_ok: True to return step 0 if "latest" finds no complete save.
@@ -210,13 +210,13 @@ class SaveMethods:
     # --- Saving
 
     def _finish_save(self) -> None:
-        """Wait for the save that is being written, if any. Its error is raised once."""
+        """Wait for the save that is being written, if any. Raises its error if it has failed, but only once."""
         pending, self._save = self._save, None
         if pending is not None:
             pending.wait()
 
     def _local_state_dict(self) -> dict[str, Any]:
-        """Return this rank's state dict. Unlike `state_dict`, do not set up a comparison of replicas."""
+        """Return this rank's state dict, without the comparison of replicas that `state_dict` prepares."""
         module = cast(nn.Module, self)
         state_dict: dict[str, Any] = nn.Module.state_dict(module)
         with_shard_offsets(module, state_dict, "", self._extra_state)
@@ -271,9 +271,9 @@ class SaveMethods:
     def _checked_save(
         self, path: Path, program: Program, optimizers: list[Any], schedulers: list[Any]
     ) -> tuple[CheckpointIndex, dict[str, Any]]:
-        """Return (index of a save, its values that are no tensors).
+        """Read and check the index of a save. Return (index, values of the save that are not tensors).
 
-        Raises CheckpointError on every rank if they do not fit the model or the optimizers.
+        Raises CheckpointError on every rank if the save does not fit the model or the optimizers.
         """
         problems, index, values = list[str](), None, dict[str, Any]()
         try:
@@ -296,7 +296,7 @@ class SaveMethods:
         return index, values
 
     def _model_problems(self, index: CheckpointIndex, values: Mapping[str, Any], program: Program) -> list[str]:
-        """Return texts on the differences between the saved tensors and the model's tensors."""
+        """Return one text for each difference between the saved entries and those of the model."""
         problems = []
         expected, local = shapes_of(program, self._source.model), self._local_state_dict()
         keys = saved_keys(index, expected, canonical_names(program, self._source.model))
@@ -322,7 +322,10 @@ class SaveMethods:
         ]
 
     def _sync_targets(self, index: CheckpointIndex, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors that receive the state of `dp_sync` methods, if this module and the save have it."""
+        """Return {name in the index: tensor to load into} for the state of `dp_sync` methods.
+
+        Empty if this module has no such method, or if the save has no such state.
+        """
         if type(self._data_sync) is GradientSync or not values["dp_sync"]:
             return {}
         own = self.dp_sync_state_dict(data_ranks=int(values["dp_sync"]["data_ranks"]))

@@ -53,7 +53,7 @@ def complete_in(parent: Path) -> list[StepFolder]:
 
 
 def new_names(parent: Path, step: int) -> tuple[str, str]:
-    """Return the name of a new save, and its temporary name. The name is not in use."""
+    """Return an unused name for a new save, and the temporary name under which it is written."""
     name, count = f"step-{step:08d}", 0
     while (parent / name).exists():
         count += 1
@@ -93,9 +93,9 @@ def none_complete(folder: Path) -> CheckpointError:
 
 
 def commit(part: Path, final: Path, keep: int | None) -> None:
-    """Rename the folder of a complete save, then delete saves that are no longer needed.
+    """Give a complete save its final name, then delete older saves.
 
-    These are interrupted saves, and all complete saves but the last `keep`.
+    Deleted are all interrupted saves and, unless `keep` is None, all complete saves but the last `keep`.
     """
     _sync_folder(part)
     part.rename(final)

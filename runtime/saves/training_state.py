@@ -28,7 +28,7 @@ from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, shard
 
 MODEL, STATE, SYNC = "model.", "optimizer.state.", "dp_sync."
 VALUES = ("model", "optimizer groups", "optimizer values", "schedulers", "random", "dp_sync", "extra")
-"""Keys of the values that are no tensors of the model, of optimizers or of `dp_sync`."""
+"""Keys of `TrainingState.values`: everything in a save except tensors of the model, optimizers and `dp_sync`."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class TrainingState:
 
 
 def sequence_of(given: Any) -> list[Any]:
-    """Return an argument, which is one object, several objects or None, as a list."""
+    """Return a list of the objects in an argument that is one object, a list of objects, or None."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
@@ -99,9 +99,10 @@ def add_optimizers(
 
 
 def of_data_rank(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Return a value of the parameter's shape as a shard of a tensor [data ranks, *shape].
+    """Return a data rank's optimizer state as its shard of a tensor of shape [data ranks, *parameter shape].
 
-    Data ranks whose models differ (`dp_sync`) also have different optimizer state.
+    With this tensor, a save has the state of every data rank. It is needed if `dp_sync` gives data ranks different
+    models, and so different state. Values without the parameter's shape are returned unchanged.
     """
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
         return value
@@ -114,10 +115,10 @@ def of_data_rank(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
 
 
 def of_all_data_ranks(entry: SavedEntry, shard_info: ShardInfo) -> Tensor:
-    """Return the tensor that receives a saved result of `of_data_rank`.
+    """Return the tensor to load into, for optimizer state that was saved by data rank (`of_data_rank`).
 
-    If the save has another number of data ranks than this module, the tensor receives the values of all saved data
-    ranks, and each rank loads their mean.
+    It has the values of this data rank. If the save has another number of data ranks than this module, it has the
+    values of all saved data ranks, and each rank loads their mean.
     """
     process, place, num_saved = shard_info.process, shard_offsets_of(shard_info), entry.shape[0]
     assert place.spans is not None
@@ -137,7 +138,7 @@ def group_problems(
     optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]], first: Mapping[str, str],
     process: Process,
 ) -> list[str]:  # fmt: skip
-    """Return how the parameters of optimizers differ from the saved groups. A collective call along `pp`."""
+    """Return texts on how optimizer groups differ from the saved groups. A collective call along `pp`."""
     problems = []
     for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
         group_by_name = {name: index for index, group in enumerate(groups) for name in group[PARAMS]}
@@ -179,7 +180,10 @@ def optimizer_targets(
 
 
 def target_of(entry: SavedEntry, place: ShardOffsets) -> Tensor:
-    """Return an empty tensor for a saved value of a parameter: a shard if it has the parameter's shape."""
+    """Return an empty tensor to load a value of optimizer state into.
+
+    It is a shard if the saved value has the shape of the parameter. `place`: this rank's shard of the parameter.
+    """
     dtype = getattr(torch, entry.dtype)
     if entry.shape == place.shape and entry.shape:
         return ShardTensor(torch.empty(place.local_shape, dtype=dtype), place)
@@ -190,7 +194,13 @@ def load_optimizers(
     optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor], values: Mapping[str, Any],
     first: Mapping[str, str],
 ) -> None:  # fmt: skip
-    """Load the state of optimizers from filled `optimizer_targets`."""
+    """Load the state of optimizers.
+
+    Args:
+        tensors: the result of `optimizer_targets`, filled with saved values.
+        values: the saved values that are not tensors (`TrainingState.values`).
+        first: {name of a parameter: its first name in the model}.
+    """
     by_parameter: dict[str, dict[str, Any]] = {name: dict(rest) for name, rest in values["optimizer values"].items()}
     shapes = {}
     for parameter in (parameter for optimizer in optimizers for parameter in parameters_of(optimizer)):
@@ -207,7 +217,10 @@ def load_optimizers(
 
 
 def restore_dtypes(optimizer: Optimizer, loaded: Mapping[int, Mapping[str, Any]]) -> None:
-    """Undo casts of `Optimizer.load_state_dict`, which gives state the dtype of its parameter."""
+    """Undo the casts of `Optimizer.load_state_dict`, which casts state to the dtype of the parameter.
+
+    `loaded`: {index of a parameter: its saved state}.
+    """
     for position, parameter in enumerate(parameters_of(optimizer)):
         state = optimizer.state.get(parameter, {})
         for key, value in loaded.get(position, {}).items():
@@ -240,7 +253,7 @@ def saved_keys(index: CheckpointIndex, names: Iterable[str], first: Mapping[str,
 
 
 def model_targets(state_dict: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return {key in the index: empty tensor that receives this rank's part of the model}."""
+    """Return {key in the index: empty tensor to load into} for this rank's shards of the model."""
     targets: dict[str, Tensor] = {}
     for name, value in state_dict.items():
         if isinstance(value, ShardTensor):
@@ -257,7 +270,7 @@ def random_state(device: torch.device, of_calls: Mapping[str, Tensor]) -> dict[s
     """Return the state of the random generators that a training loop may use.
 
     Args:
-        of_calls: state of the module's generators of dropout masks.
+        of_calls: state of the generators from which the partitioned module draws, for example, dropout masks.
     """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "calls": dict(of_calls)}
     if device.type == "cuda":
@@ -292,7 +305,7 @@ def _tuples(value: Any) -> Any:
 def packed(values: Mapping[str, Any]) -> bytes:
     """Return values as bytes that `torch.load(weights_only=True)` loads.
 
-    Raises CheckpointError for an entry that it could not load again.
+    Raises CheckpointError for an entry that `torch.load` could not load again.
     """
     for name, value in values.items():
         try:

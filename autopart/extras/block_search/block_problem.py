@@ -162,9 +162,9 @@ class BlockProblem:
         return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
 
     def repaired(self, choice: BlockChoice) -> BlockChoice | None:
-        """Return a choice that is within the memory limit, with few changes; None if none is found.
+        """Change a choice so that it fits into the memory limit; None if no such change is found.
 
-        In a stage above the limit, options of blocks are changed one by one. Each time, the change is made that saves
+        In a stage above the limit, the options of blocks are changed one by one. Each step makes the change that saves
         the most bytes per added second.
         """
         options = np.array(choice.options)

@@ -173,8 +173,8 @@ def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | N
     """Return the schedule of a search, with defaults for values that are None.
 
     The default of `schedule` is 1F1B. The default of `microbatches` is 1 without pipeline stages, else the largest
-    number that divides the batch and is at most four times the number of stages. Raises OptionError if `microbatches`
-    does not divide the batch.
+    number that divides the samples of a data rank and is at most four times the number of stages. Raises OptionError if
+    `microbatches` does not divide the batch.
 
     Args:
         rows: number of samples in the global batch.

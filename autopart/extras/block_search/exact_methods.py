@@ -62,7 +62,7 @@ def _undominated(points: list[tuple[float, float, int, int]]) -> list[tuple[floa
 
 
 class _Fill:
-    """Knapsack solver for one stage: finds the fastest options of its blocks that fit into memory."""
+    """Knapsack solver: finds the fastest options of the blocks of a stage that fit into memory."""
 
     def __init__(self, problem: BlockProblem, quanta: int):
         self.problem, self.kinds, self.count = problem, problem.kinds, 0

@@ -47,11 +47,11 @@ class Calibration(ShownAsText):
         _write(Path(path), _as_text(self.profile))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return predictions and measurements for JSON, one mapping per measurement.
+        """Return predictions and measurements for JSON, one mapping per predicted measurement.
 
         A mapping is `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`: `kind` is an operator or a
-        collective, and `of` describes its arguments. `is_held_out` is True if no
-        number of the profile is fitted to the measurement.
+        collective, and `of` describes its arguments. `is_held_out` is True if no number of the profile is fitted to the
+        measurement.
         """
         predictions = [(row, predicted_s(row, self.hardware)) for row in self.measured if row.kind != ISSUE]
         return [

@@ -24,7 +24,7 @@ POINTS_PER_DECADE = 2
 """Points of the efficiency curve per decade of FLOPs."""
 
 MOST_TRAFFIC = 0.5
-"""Matrix rates are fitted only to products of whose time memory traffic takes at most this share."""
+"""FLOP/s are fitted only to products for which memory traffic takes at most this share of the time."""
 
 LARGE = 1e10
 """FLOPs above which overheads are small, so that the effect of a product's inner dim can be fitted."""
@@ -51,7 +51,7 @@ def by_order(rows: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
 
 
 def last_dims(row: Measured) -> tuple[int, ...]:
-    """Return the contiguous (last) dim sizes of the operands and the result of a matrix product."""
+    """Return the sizes of the last (contiguous) dims of the operands and the result of a matrix product."""
     rows, inner, columns = row.shape
     return (rows, columns) if row.form == BY_GRADIENT else (inner, columns)
 
@@ -104,7 +104,7 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 def _shares(rows: Iterable[Measured], peak: float, half: float) -> list[list[float]]:
     """Return points (FLOPs, share of peak FLOP/s), each averaged over products of similar FLOPs.
 
-    Points are adjusted so that no larger product takes less time than a smaller one.
+    Points are adjusted so that a larger product never takes less time than a smaller one.
     """
     from scipy.optimize import isotonic_regression
 

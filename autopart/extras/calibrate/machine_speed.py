@@ -49,16 +49,16 @@ class Effort:
     """Settings of a calibration: the sizes to measure, and the durations of measurements."""
 
     widths: tuple[int, ...]
-    """Widths of square products. Tall, wide and deep products have equal FLOPs."""
+    """Widths of square products. Tall, wide and deep products of equal FLOPs are measured too."""
     tensor_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
     kept_bytes: int
     """Bytes that a chain of operators writes before it frees its results, as the forward of a step does."""
     run_s: float
-    """Duration of one repeated call.
+    """Seconds for which one measurement repeats a call.
 
-    It is a millisecond on a GPU: after that its power limit lowers the clock, but in a step products alternate with
-    operators that use less power.
+    On a GPU, it is a millisecond. Products that run longer in a row reach the power limit, which lowers the clock. In a
+    step they do not, because they alternate with operators that use less power.
     """
     rounds: int
     repeats: int

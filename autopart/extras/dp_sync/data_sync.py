@@ -43,7 +43,7 @@ class DataSync(GradientSync):
         state: state of the methods, such as compression errors.
         stored: {name: this rank's parameter}.
         parameters: {name: parameter whose `.grad` is the full gradient}. For a sharded parameter, this is an unsharded
-            placeholder whose storage is freed. Others are as in `stored`.
+            placeholder whose storage is freed. All other parameters are as in `stored`.
     """
 
     methods: dict[str, Method]
@@ -56,7 +56,7 @@ class DataSync(GradientSync):
         self.cuts: dict[str, tuple[DimSharding, int]] = {}
         """{name: how its full tensor is sharded, and the index of this rank's shard}"""
         self.layouts: dict[str, StoredTensor] = {}
-        """{name: storage of the parameter}. Parameters in `unsharded` count as stored unsharded."""
+        """{name: shape and layout of the parameter; unsharded if it has a placeholder in `parameters`}."""
         self.parts: dict[str, str] = {}
         self.hook: tuple[Any, Hook] | None = None
         self.powersgd: dict[int, Any] = {}
@@ -225,8 +225,8 @@ class DataSync(GradientSync):
         """Return buckets of parameters whose gradients are synchronised together, as (method, names).
 
         The parameters of a bucket have one method and one dtype. A parameter without a gradient is included if it has
-        state, and counts as having a zero gradient. A DDP hook gets one bucket with all parameters, the last parameter
-        first, as in DDP.
+        state, and counts as having a zero gradient. For a DDP hook, all parameters of a dtype are in one bucket, which
+        `_in_buckets` divides later. As in DDP, the last parameter comes first.
         """
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip

@@ -98,7 +98,7 @@ def check_hookable(program: Program) -> None:
 
 
 def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:
-    """Return the hook's state. If its process group is None, set the data-parallel group instead.
+    """Return the hook's state. If its process group is None, set it to the data-parallel group.
 
     DDP hooks interpret None as the group of all ranks, which would be wrong on a mesh.
     """

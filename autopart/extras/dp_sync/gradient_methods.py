@@ -1,9 +1,9 @@
 """Methods that change only gradients: afterwards every data rank has bitwise identical gradients.
 
-A method gets the partial gradient of each rank and returns the sum over ranks. Only `"all_reduce"` returns the exact
-sum. In the papers, a rank has the mean gradient of its samples, which is n times the partial gradient on n ranks, and a
-method returns the mean over ranks. Both results are equal, because the output of all compressors here scales with the
-input. Partial gradients avoid rounding in the multiplication by n.
+A method gets the partial gradient of each rank and returns the sum over ranks. Only `"all_reduce"` and
+`"parameter_server"` return the exact sum. In the papers, a rank has the mean gradient of its samples, which is n times
+the partial gradient on n ranks, and a method returns the mean over ranks. Both results are equal, because the output of
+all compressors here scales with the input. Partial gradients avoid rounding in the multiplication by n.
 
 `State` is the memory of a method on a rank, such as compression errors, in units of partial gradients.
 """
@@ -78,7 +78,7 @@ def summed(vectors: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list
 def _compress_and_sum(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Sum compressed gradients with error feedback.
+    """Sum compressed gradients, with error feedback except for `qsgd` and `memory=False`.
 
     C is the compressor of the method. With the gradient g and the error e of earlier steps, a rank sends C(e + g) and
     stores the new error e + g - C(e + g).

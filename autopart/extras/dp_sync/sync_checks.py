@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
-    """Raise OptionError if a method does not support parameters that are sharded over its mesh axis.
+    """Raise OptionError if a `dp_sync` method does not support how parameters are sharded.
 
-    Also raise it if a method averages models, but all data ranks compute the same samples.
+    Also raise it if the method averages models, but all data ranks compute the same samples.
     """
     mesh = decisions.mesh
     axis = sync.axis(mesh)
@@ -46,7 +46,11 @@ def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
 
 
 def check_full_gradients(sync: DpSync, program: Program) -> None:
-    """Raise OptionError if a method needs the full gradient of a parameter that is gathered at each use."""
+    """Raise OptionError if a `dp_sync` method needs a full gradient that no rank has.
+
+    No rank has the full gradient of a sharded parameter that is used in more than one layout: each use gathers the
+    parameter, and reduce-scatters its gradient.
+    """
     needs_full_gradient = [name for name, one in program.parameters.items() if one.unsharded_to_sync(program.mesh)]
     if not needs_full_gradient:
         return

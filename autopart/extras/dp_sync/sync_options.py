@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 GRAPHS = ("ring", "grid", "exp", "one_peer", "complete")
 """Names of the communication graphs of gossip.
 
-In order, a rank exchanges with its neighbours on a ring, its neighbours on a grid, ranks a power of two away, one of
-these per step (Ying et al. 2021, arXiv:2110.13363), or all ranks.
+A rank exchanges with its neighbours on a ring ("ring") or a grid ("grid"), with all ranks whose distance is a power of
+two ("exp"), with one of them per step ("one_peer": Ying et al. 2021, arXiv:2110.13363), or with all ranks ("complete").
 """
 
 FORM = "dp_sync='top_k:0.01', or {'strategy': 'top_k', 'ratio': 0.01, 'only': {'*.bias': 'all_reduce'}}"
@@ -81,7 +81,7 @@ PSGD: all_reduce, parameter_server. QSGD: Alistarh et al. 2017 (arXiv:1610.02132
 (Stich et al. 2018, arXiv:1809.07599). DoubleSqueeze: Tang et al. 2019 (arXiv:1905.05957). EF21: Richtarik et al. 2021
 (arXiv:2106.05203), with momentum Fatkhullin et al. 2023 (arXiv:2305.15155). NEOLITHIC: Huang et al. 2022
 (arXiv:2206.03665). PowerSGD: Vogels et al. 2019 (arXiv:1905.13727). Gossip: decentralized SGD, Lian et al. 2017
-(arXiv:1705.09056), with a global average `every` so many steps Chen et al. 2021 (arXiv:2105.09080). Exact diffusion:
+(arXiv:1705.09056); with a global average every `every` steps, Chen et al. 2021 (arXiv:2105.09080). Exact diffusion:
 Yuan et al. 2019 (arXiv:1702.05122). Gradient tracking: Nedic et al. 2017 (arXiv:1607.03218). Local SGD: Stich 2019
 (arXiv:1805.09767). DiLoCo: Douillard et al. 2023 (arXiv:2311.08105).
 """
@@ -199,7 +199,7 @@ def _numbers_of(name: str, text: str) -> dict[str, Any]:
 
 
 def _checked(name: str, key: str, value: Any) -> Any:
-    """Validate and convert one parameter of a method."""
+    """Validate and convert one parameter of a `dp_sync` method."""
     if key == "compressor":
         if value is None or (method := Method.parse(value)).name not in COMPRESSORS:
             why = f"it is one of {', '.join(COMPRESSORS)}"
@@ -246,9 +246,9 @@ HOOK = Method("hook")
 class DpSync:
     """The value of `dp_sync=`: one method for all parameters, and exceptions by parameter name.
 
-    `only`: the exceptions, as (name pattern for `fnmatch`, method). The first matching pattern applies. `from_step`:
-    number of steps at the start in which gradients are all-reduced exactly. `seed`: seed of the methods' random
-    numbers.
+    `only`: the exceptions, as (name pattern for `fnmatch`, method). The first matching pattern applies. `across`:
+    "node" if the method must run only between nodes (over `dpr`). `from_step`: number of steps at the start in which
+    gradients are all-reduced exactly. `seed`: seed of the methods' random numbers.
     """
 
     method: Method = EXACT
@@ -300,7 +300,7 @@ class DpSync:
         return data | ({"only": {name: str(method) for name, method in self.only}} if self.only else {})
 
     def of(self, name: str) -> Method:
-        """Return the method of a parameter."""
+        """Return the `dp_sync` method for a parameter of the model."""
         return next((method for pattern, method in self.only if fnmatchcase(name, pattern)), self.method)
 
     @property
@@ -327,21 +327,22 @@ class DpSync:
         return rows[0] if rows else ""
 
     def method_of(self, name: str) -> Method | None:
-        """Return the method of a parameter, None if its gradient is all-reduced."""
+        """Return the `dp_sync` method for a parameter of the model; None if its gradient is all-reduced."""
         method = self.of(name)
         return None if method == EXACT else method
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Raise OptionError for a pattern without a match, or for storage that a method does not support."""
+        """Raise OptionError for a pattern without a match, or for sharding that a method does not support."""
         from autopart.extras.dp_sync.sync_checks import check_storage  # imported late, because it imports torch
 
         self.check_names(trace.parameters)
         check_storage(self, trace, decisions)
 
     def check_program(self, program: Program) -> None:
-        """Raise OptionError if a gradient synchronization method cannot work with a parameter's storage.
+        """Raise OptionError if a method needs the full gradient of a parameter, but no rank has it.
 
-        Compressors need full gradients. A parameter that is gathered at each use (ZeRO-3) has only gradient shards.
+        With `zero=1`, a sharded parameter that is used in more than one layout is gathered at each use, and each use
+        reduce-scatters its gradient.
         """
         from autopart.extras.dp_sync.sync_checks import check_full_gradients
 

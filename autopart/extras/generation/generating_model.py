@@ -44,7 +44,8 @@ class PartitionedModel(Protocol):
         """Raise InputError on all ranks if ranks have different options.
 
         Args:
-            samples: True if tokens are drawn at random.
+            options: the options of `generate`, as text.
+            samples: True if tokens are drawn at random. Ranks must then have equal random states too.
         """
 
 

@@ -108,7 +108,10 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
 def _check_expressible(
     plan: Plan, name: str, module: nn.Module, parameter_name: str, sizes: tuple[int, ...], place: Placement
 ) -> None:
-    """Raise LayoutError for a stored layout that is neither column- nor row-parallel."""
+    """Raise LayoutError for a sharded parameter that the formats cannot express.
+
+    They only have equal shards of linear and embedding modules, and do not shard the sections of a fused weight.
+    """
     if not place.is_shard:
         return
     size, tp = sizes[place.dim], plan.mesh.get("tp", 1)
@@ -163,9 +166,9 @@ def _with_sharded_output(roles: Mapping[str, str]) -> set[str]:
 
 
 def _block(path: str) -> str:
-    """Return the path of the innermost numbered block that contains a module: `model.layers.3`.
+    """Return the path of the innermost numbered block that contains a module; "" without one.
 
-    For example, this block contains `model.layers.3.mlp.up_proj`.
+    For `model.layers.3.mlp.up_proj`, this is `model.layers.3`.
     """
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
@@ -216,9 +219,9 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _format_role(kind: type, role: str) -> str:
-    """Return the role to write for a module: COLUMN for a column-parallel embedding with gathered output.
+    """Return the role to write for a module of class `kind`.
 
-    The formats always gather the output of a COLUMN embedding.
+    It is `role`, except that GATHERED becomes COLUMN for an embedding, whose output the formats gather in any case.
     """
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 

@@ -1,4 +1,4 @@
-"""Checks for a schedule whose step returns the gradient of the previous batch (PipeDream-2BW)."""
+"""Checks for a schedule whose step computes the gradient of the previous batch (PipeDream-2BW)."""
 
 from __future__ import annotations
 

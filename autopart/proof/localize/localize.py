@@ -181,8 +181,8 @@ class _MismatchSearch:
     def _first_gradient(self) -> Mismatch | None:
         """Return the first wrong gradient in the order of the backward.
 
-        A value can occur in several layouts, because collectives convert it. Only the first layout is compared: it
-        receives the full gradient, the converted copies receive parts.
+        A value can occur in several layouts, because collectives convert it. Only the value in its first layout is
+        compared. It receives the full gradient, but a converted copy receives the gradient of only some uses.
         """
         scale = self.grad_scale
         first_made: dict[str, fx.Node] = {}

@@ -103,7 +103,6 @@ def _random(like: Tensor, low: float, high: float, seed: int) -> Tensor:
 
 
 def _shuffled(tensor: Tensor, seed: int) -> Tensor:
-    """Return the tensor with its entries in random order."""
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(seed))
     shuffled = tensor.detach().reshape(-1)[order].reshape(tensor.shape)
     return shuffled.requires_grad_(tensor.requires_grad)
@@ -265,7 +264,7 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Return functions that scale one argument from the full tensor to a shard, one per integer argument."""
+    """Return one function per integer argument of a call: it scales the argument to the size of a shard."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 

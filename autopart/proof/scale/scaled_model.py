@@ -371,7 +371,7 @@ def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, f
     """Return True if a rough estimate of a verification's memory is below 2 % of `free` bytes.
 
     Then the exact estimate, which needs a trace, is not necessary. The rough estimate adds weights, gradients,
-    optimizer state, and 48 bytes of activations for each pair (element of the inputs, row of a weight).
+    optimizer state, and activations: 48 bytes x elements of all inputs x rows of all weights.
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))

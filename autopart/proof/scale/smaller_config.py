@@ -1,7 +1,8 @@
 """Smaller sizes for a transformers config, chosen so that the same sharding rules apply.
 
-Every size keeps its remainder modulo the number of ranks. A smaller dim is thus evenly divisible if and only if the
-original dim is. The ratio of query heads to key and value heads does not change, nor does the ratio of widths to heads.
+Every size keeps its remainder modulo the number of ranks, and numbers of heads keep their common divisor with it. A
+smaller dim is thus evenly divisible if and only if the original dim is. The ratio of query heads to key and value heads
+does not change.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def is_library(file: str) -> bool:
-    """Return True for a source file of torch, Python or autopart."""
+    """Return True for a source file of Python, autopart, torch or another installed package."""
     return file.startswith((TORCH, PYTHON, PACKAGE, "<")) or "site-packages" in file
 
 

@@ -192,8 +192,8 @@ class EventComparison:
 
     Args:
         skips_losses: True to compare neither losses nor returned values.
-        load: function that loads weights into the partitioned model. It copies weight entries from the plain model if
-            their gradients are only rounding errors, because Adam makes a full update even from such gradients.
+        load: function that loads weights into the partitioned model. Weight entries whose gradients are only rounding
+            errors are loaded from the plain model, because Adam makes a full update even from such gradients.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ def _dense(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _value_error(here: Any, there: Any, scale: float | None) -> tuple[float, str]:
-    """Return (error of a value on a rank, divided by `scale`; description of the entry with that error)."""
+    """Return (largest error of a rank's value, divided by `scale`; description of the entry with it)."""
     if here is None or there is None:
         value = there if here is None else here
         nothing = not isinstance(value, Tensor) or not bool(value.detach().any())
