@@ -182,7 +182,7 @@ class StageModule(nn.Module):
         self.loaded = _Loaded(used_arguments, mask_structures, graphs, prologue_updates=values[count:])
 
     def use(self, program: Program) -> None:
-        """Switch to a program with other input sizes that shares this program's graphs, for the next calls."""
+        """Use `program` in the next calls: the same graphs as the current program, for other input sizes."""
         self.program, self.stage = program, program.stages[self.stage.index]
 
     def unload(self, failed: bool = False) -> None:
@@ -192,7 +192,7 @@ class StageModule(nn.Module):
         self.loaded = _Loaded()
 
     def graphs(self) -> list[fx.GraphModule]:
-        """Return the graphs that the stage runs: its prologue, and its graph specialised to masks."""
+        """Return the graphs that the stage runs: its prologue, and one stage graph per mask structure."""
         return [self.constants.prologue, *(bound.graph for bound in self.specialized_graphs.values())]
 
     def new_buffers(self) -> NewBuffers:
@@ -229,8 +229,8 @@ class StageModule(nn.Module):
 class _Received(torch.autograd.Function):
     """Autograd function: move received values to the device on which the stage computes.
 
-    Its backward moves the gradients back to the device from which they are sent. They become contiguous, and values
-    that the stage does not use get zero gradients.
+    Its backward makes the gradients contiguous, and moves them to the device from which they are sent. Values that the
+    stage does not use get zero gradients.
     """
 
     @staticmethod

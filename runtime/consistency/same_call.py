@@ -58,11 +58,9 @@ class ComparedCall:
     text: str
     inputs: dict[str, Tensor]
     own_rows: frozenset[str] | None = None
-    """With `local_batch`: the inputs that are samples of this rank.
+    """With `local_batch`: the inputs that have only this rank's samples. None without `local_batch`.
 
-    Ranks with the same samples compare them.
-
-    All other inputs are equal on all ranks. None without `local_batch`.
+    Ranks with the same samples compare these inputs. All ranks compare all other inputs.
     """
     num_rows: int = 0
     """With `local_batch`: number of samples of this rank."""
@@ -162,7 +160,8 @@ class Comparison:
     def finish_comparison(self) -> None:
         """Wait for the other ranks, and compare the calls. A second call of this method does nothing.
 
-        Raises InputError on every rank if ranks make different calls. Raises UsageError if a step trains no parameter.
+        Raises InputError on every rank if ranks make different calls, or the first error that a rank has reported in
+        `ComparedCall.problem`. Raises UsageError if a step trains no parameter.
         """
         if self._wait is None:
             return
@@ -190,7 +189,7 @@ class Comparison:
     def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
         """Return True if ranks have equal input values.
 
-        With `local_batch`, inputs with local samples are compared only within each list of `groups`.
+        With `local_batch`, inputs with local samples are compared only between the ranks of each list in `groups`.
         """
         slack = self.given.slack
         if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):

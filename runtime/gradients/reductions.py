@@ -54,8 +54,8 @@ class ReduceStrategy:
         Args:
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
-            earlier: gradient shards of earlier microbatches, to add before the all-reduce over further groups. None: no
-                all-reduce over further groups in this call.
+            earlier: gradient shards of earlier microbatches, to add before the all-reduce of shards over further groups
+                (HSDP, `reduces_shards`). None: this call does not all-reduce shards.
             is_owned: True if nothing else uses `grads`, so that the reduction may write to them.
         """
         raise NotImplementedError
@@ -103,7 +103,7 @@ class Pending:
     def finish(self) -> list[Tensor] | None:
         """Wait for the reduced gradients and return them. None: the reduction has stored them in `.grad`.
 
-        Afterwards this object has no reference to the gradients. Otherwise autograd would copy them into `.grad`.
+        This object then drops its references to them, so that autograd can store them in `.grad` without a copy.
         """
         while self.reduction is not None:
             self.advance()
