@@ -75,7 +75,7 @@ class OverlappedBatches:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Finish the batch in flight, if there is one. A later call adds its gradients to `.grad`.
+        """Finish the batch in flight, if any. The next `step` or `flush` adds its gradients to `.grad`.
 
         All ranks must call this at the same position in their sequence of calls.
         """

@@ -124,7 +124,8 @@ class StageModule(nn.Module):
         """True if the backward must not be split into input gradients and weight gradients.
 
         A split backward would recompute each region (activation checkpointing) for the inputs, and again for each
-        weight. A compiled graph has only one backward.
+        weight. A compiled graph has only one backward. In torch 2.11, a split backward computes wrong gradients of
+        parameters that are used more than once.
         """
         return (
             self.compiled
@@ -317,7 +318,8 @@ class Pipeline:
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
         """Run forward and backward of all microbatches, for `loss_scale` times the loss.
 
-        Returns the outputs of the last stage for each microbatch, and [] on ranks that do not run the last stage.
+        Returns the outputs of the last stage for each microbatch, and [] on ranks that do not run the last stage. If
+        the program has a tail (run once for all microbatches), only the tail's outputs are returned.
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
@@ -346,9 +348,11 @@ class Pipeline:
     def forward(self) -> list[tuple[Tensor, ...]]:
         """Run the forward of all microbatches. Return the last stage's outputs for each microbatch.
 
-        Ranks without the last stage return []. Each rank runs all microbatches of its first stage, then all of its next
-        stage. With two ranks and several stages per rank, both ranks send to and receive from each other. To avoid a
-        deadlock, each rank then receives all microbatches of a stage before it sends.
+        Ranks without the last stage return []. If the program has a tail, only the tail's outputs are returned.
+
+        Each rank runs all microbatches of its first stage, then all of its next stage. With two ranks and several
+        stages per rank, both ranks send to and receive from each other. To avoid a deadlock, each rank then receives
+        all microbatches of a stage before it sends.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1

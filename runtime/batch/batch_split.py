@@ -92,7 +92,7 @@ def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[T
 
 
 def split_for_stage(program: Program, gradients: Sequence[Tensor | None], microbatch: int) -> list[Tensor | None]:
-    """Split the gradients of merged values (`merge_for_tail`) for one microbatch of the last stage.
+    """Return one microbatch's part of the gradients of merged values: the inverse of `merge_for_tail`.
 
     Args:
         gradients: gradients of the merged values, which the backward of the tail has computed.

@@ -280,7 +280,7 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _projections(tensor: Tensor, number: int) -> list[float]:
-    """Return random projections of a sample of a tensor's elements, then the log of their mean magnitude.
+    """Return random projections of a sample of a tensor's elements, then the log of its mean magnitude.
 
     A projection is the dot product with a random vector of 1 and -1. All numbers are in units of the tolerance.
     """

@@ -91,7 +91,7 @@ class GradientSync:
     def check_optimizer_attached(self) -> None:
         """Raise UsageError before the second step if models are averaged, but no optimizer is attached.
 
-        The method averages models after each step of the attached optimizer (`pm.attach`).
+        The method averages models after steps of the attached optimizer (`pm.attach`).
         """
 
     def check_gradients(self, call: str) -> None:

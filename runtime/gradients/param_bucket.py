@@ -117,8 +117,8 @@ class ParamBucket:
     def accumulate(self) -> None:
         """Add `.grad` to a sum over microbatches in the strategy's `accumulate_dtype`, and reset `.grad`.
 
-        It is called after each microbatch whose gradients are not reduced yet. It does nothing if the strategy has no
-        `accumulate_dtype`, because autograd then accumulates in `.grad`.
+        The reducer calls it after a microbatch's backward, if later backwards add to the gradients. It does nothing if
+        the strategy has no `accumulate_dtype`, because autograd then accumulates in `.grad`.
         """
         dtype = self.strategy.accumulate_dtype
         for position, leaf in enumerate(self.leaves if dtype is not None and not self.each_microbatch else ()):

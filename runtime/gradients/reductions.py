@@ -123,7 +123,7 @@ class ReductionQueue:
         self.first: list[Pending] = []
         """Reductions whose first collective is in flight."""
         self.further: list[Pending] = []
-        """Reductions over further groups. They work in the memory of the reduced gradients."""
+        """Reductions over further groups, which need no buffer: they reduce the first collective's result in place."""
 
     def launch(self, pending: Pending, reduction: Reduction, max_in_flight: int, small_bytes: int = 0) -> None:
         """Launch a reduction. If too many buffers are in flight, first wait for earlier reductions.
