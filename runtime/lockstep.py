@@ -183,7 +183,7 @@ class _StageRun:
         self.last_uses = _last_uses(self.graph)
 
     def _common_mask_structures(self, sizes: Mapping[str, int]) -> dict[str, MaskStructure]:
-        """Return {mask: structure} of masks whose structure is equal on all ranks and in all microbatches."""
+        """Return {mask: structure (such as causal)} of masks with one structure on all ranks and microbatches."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage), sizes)
         mask_structures = [

@@ -108,7 +108,7 @@ class ProgramSource(Protocol):
         """Text that lists Python values of the model that have changed since the last call was traced."""
 
     def agreed(self) -> Mapping[str, str]:
-        """{name: text} of versions, options and the plan. The texts must be equal on all ranks."""
+        """Return {name: text} of versions, options and the plan, which must be equal on all ranks."""
 
 
 class ParallelModule(

@@ -102,7 +102,7 @@ class Replicas:
         self._in_state_dict: tuple[Program, Mapping[str, Tensor]] | None = None
 
     def is_next_due(self) -> bool:
-        """True if the next step begins with a comparison."""
+        """Return True if the next step begins with a comparison of replicas."""
         return is_due(self.check_replicas, self.step + 1)
 
     def next_step(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
