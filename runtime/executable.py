@@ -108,7 +108,7 @@ class Executable:
         self._in_use: Program | None = None
 
     def use(self, program: Program) -> None:
-        """Switch to a program with other input sizes that shares this program's graphs, for the next calls."""
+        """Use `program` in the next calls: the same graphs as the current program, for other input sizes."""
         if program is self._in_use:
             return
         self._in_use = program
@@ -222,7 +222,8 @@ class Executable:
 
         Returns:
             The last stage's outputs for each microbatch, [] on ranks that do not run the last stage; and a description
-            of the NaN and infinities if `options` ask for this check. There are then no gradients, and no new buffers.
+            of NaN and infinities that the check `options.on_nonfinite` has found, else "". If the check finds any,
+            gradients are dropped and buffers are not updated.
         """
         loaded = self.loaded(inputs, comparison, updates_weights=updates_weights)
         is_unreduced = self.unreduced.matters
@@ -435,9 +436,9 @@ def has_collectives(stage: Stage) -> bool:
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """Context manager for running a call. If it fails, the comparison of the ranks' calls is finished.
+    """Context manager in which a call runs. If the call fails, compare it with the calls of other ranks.
 
-    If ranks passed different arguments, the comparison raises an error that names them, in place of the original error.
+    If ranks passed different arguments, the comparison raises an error that names them instead of the original error.
     """
     try:
         with explain_missing_operators():

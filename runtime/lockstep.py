@@ -140,7 +140,7 @@ def _rank_arguments(program: Program, stage: Stage, values: Sequence[Any], rank:
     """Return the keyword arguments of a stage graph on a rank: one mapping for each run of the graph.
 
     Args:
-        values: the stage inputs that the prologue has computed.
+        values: inputs of the stage graph for the global batch, which the stage's prologue has computed.
     """
     at, copies = program.mesh.coordinates(rank), _rank_copies(values)
     return stage_arguments(program, stage.inputs, copies, at, program.runs_of(stage))
@@ -154,12 +154,12 @@ def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tens
 
 
 def _rank_copies(values: Sequence[Any]) -> list[Any]:
-    """Copy the values that require a gradient, so that this rank gets gradients of its own."""
+    """Copy the values that require a gradient, so that each rank gets separate gradients."""
     return [v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
 
 class _StageRun:
-    """One run of a stage graph, for all ranks that have this stage."""
+    """Runs a stage graph in lockstep on all ranks that have this stage: one call per microbatch."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _StageRun:
         self.last_uses = _last_uses(self.graph)
 
     def _common_mask_structures(self, sizes: Mapping[str, int]) -> dict[str, MaskStructure]:
-        """Return {mask: structure} of masks whose structure is equal on all ranks and in all microbatches."""
+        """Return {mask: structure (such as causal)} of masks with one structure on all ranks and microbatches."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage), sizes)
         mask_structures = [

@@ -73,16 +73,16 @@ Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class ProgramSource(Protocol):
-    """Interface from which a ParallelModule gets the program of a call. It traces new calls.
+    """Interface of the object that traces calls for a ParallelModule, and returns a program for each call.
 
-    Equal calls get the same Program object, which can depend on values of the module's `buffers`.
+    Equal calls get the same Program object. A program can depend on values of the module's `buffers`.
     """
 
     buffers: Mapping[str, Tensor]
 
     @property
     def plan(self) -> Any:
-        """The plan of all programs."""
+        """The plan, which all programs share."""
 
     def program(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, purpose: Purpose, training: bool,
@@ -108,7 +108,7 @@ class ProgramSource(Protocol):
         """Text that lists Python values of the model that have changed since the last call was traced."""
 
     def agreed(self) -> Mapping[str, str]:
-        """{name: text} of versions, options and the plan. The texts must be equal on all ranks."""
+        """Return {name: text} of versions, options and the plan, which must be equal on all ranks."""
 
 
 class ParallelModule(
@@ -355,9 +355,9 @@ class ParallelModule(
 
     @contextmanager
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Context manager for a trace of a call. If it fails, the call is compared with other ranks' calls.
+        """Context manager in which a call is traced. If tracing fails, compare the calls of all ranks.
 
-        Other ranks may pass inputs of other shapes, with which the trace succeeds. All ranks then raise an error that
+        Other ranks may pass inputs of other shapes, with which their traces succeed. All ranks then raise an error that
         shows the difference.
         """
         try:
@@ -496,7 +496,7 @@ class ParallelModule(
         self._lookups: Recent[LookupChecks] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
-        """Create new objects that count steps or store gradient state, as for a module that has run no step."""
+        """Create the objects that count steps or store gradient state, for a new module or a copy of one."""
         stage_style = stage_style_of(self._schedule)
         self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)

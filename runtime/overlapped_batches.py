@@ -52,7 +52,7 @@ class OverlappedBatches:
     def needs_own_programs(self) -> bool:
         """True if programs of different sizes must not share graphs.
 
-        Under the schedule, batches of two programs can be in flight at once.
+        Under "1f1b_2bw", two batches with different programs can be in flight at once.
         """
         return False
 
@@ -75,13 +75,16 @@ class OverlappedBatches:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Finish the batch in flight, if there is one. A later call adds its gradients to `.grad`.
+        """Finish the batch in flight, if any. The next `step` or `flush` adds its gradients to `.grad`.
 
         All ranks must call this at the same position in their sequence of calls.
         """
 
     def drained_on_error(self) -> AbstractContextManager[None]:
-        """Context manager that finishes the batch in flight if its block fails, as other ranks do."""
+        """Context manager that finishes the batch in flight if code in the `with` block raises AutopartError.
+
+        Other ranks finish the batch too, so this rank must take part in its communication.
+        """
         return nullcontext()
 
     def check_landed(self, what: str) -> None:
@@ -92,7 +95,11 @@ class OverlappedBatches:
         """
 
     def check_step(self, options: StepOptions, leaves_unreduced: bool) -> None:
-        """Raise UsageError for options of `step` that the schedule does not support."""
+        """Raise UsageError if the schedule does not support the options of `step`, or `no_sync()`.
+
+        Args:
+            leaves_unreduced: True if `step` leaves gradients unreduced, because it runs inside `no_sync()`.
+        """
 
 
 class FlushMethods:

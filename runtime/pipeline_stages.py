@@ -124,7 +124,8 @@ class StageModule(nn.Module):
         """True if the backward must not be split into input gradients and weight gradients.
 
         A split backward would recompute each region (activation checkpointing) for the inputs, and again for each
-        weight. A compiled graph has only one backward.
+        weight. A compiled graph has only one backward. In torch 2.11, a split backward computes wrong gradients of
+        parameters that are used more than once.
         """
         return (
             self.compiled
@@ -182,7 +183,7 @@ class StageModule(nn.Module):
         self.loaded = _Loaded(used_arguments, mask_structures, graphs, prologue_updates=values[count:])
 
     def use(self, program: Program) -> None:
-        """Switch to a program with other input sizes that shares this program's graphs, for the next calls."""
+        """Use `program` in the next calls: the same graphs as the current program, for other input sizes."""
         self.program, self.stage = program, program.stages[self.stage.index]
 
     def unload(self, failed: bool = False) -> None:
@@ -192,7 +193,7 @@ class StageModule(nn.Module):
         self.loaded = _Loaded()
 
     def graphs(self) -> list[fx.GraphModule]:
-        """Return the graphs that the stage runs: its prologue, and its graph specialised to masks."""
+        """Return the graphs that the stage runs: its prologue, and one stage graph per mask structure."""
         return [self.constants.prologue, *(bound.graph for bound in self.specialized_graphs.values())]
 
     def new_buffers(self) -> NewBuffers:
@@ -229,8 +230,8 @@ class StageModule(nn.Module):
 class _Received(torch.autograd.Function):
     """Autograd function: move received values to the device on which the stage computes.
 
-    Its backward moves the gradients back to the device from which they are sent. They become contiguous, and values
-    that the stage does not use get zero gradients.
+    Its backward makes the gradients contiguous, and moves them to the device from which they are sent. Values that the
+    stage does not use get zero gradients.
     """
 
     @staticmethod
@@ -317,7 +318,8 @@ class Pipeline:
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
         """Run forward and backward of all microbatches, for `loss_scale` times the loss.
 
-        Returns the outputs of the last stage for each microbatch, and [] on ranks that do not run the last stage.
+        Returns the outputs of the last stage for each microbatch, and [] on ranks that do not run the last stage. If
+        the program has a tail (run once for all microbatches), only the tail's outputs are returned.
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
@@ -346,9 +348,11 @@ class Pipeline:
     def forward(self) -> list[tuple[Tensor, ...]]:
         """Run the forward of all microbatches. Return the last stage's outputs for each microbatch.
 
-        Ranks without the last stage return []. Each rank runs all microbatches of its first stage, then all of its next
-        stage. With two ranks and several stages per rank, both ranks send to and receive from each other. To avoid a
-        deadlock, each rank then receives all microbatches of a stage before it sends.
+        Ranks without the last stage return []. If the program has a tail, only the tail's outputs are returned.
+
+        Each rank runs all microbatches of its first stage, then all of its next stage. With two ranks and several
+        stages per rank, both ranks send to and receive from each other. To avoid a deadlock, each rank then receives
+        all microbatches of a stage before it sends.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1

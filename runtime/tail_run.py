@@ -60,7 +60,7 @@ class TailRun:
         self.gradients = [value.grad for value in inputs]
 
     def gradients_of(self, microbatch: int) -> list[Tensor | None]:
-        """Return the gradients of the values that a microbatch sent.
+        """Return the gradients of the values that a microbatch sent to the tail.
 
         After the last microbatch, release all gradients.
         """

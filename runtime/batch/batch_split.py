@@ -92,7 +92,7 @@ def merge_for_tail(program: Program, sent: Sequence[Sequence[Tensor]]) -> list[T
 
 
 def split_for_stage(program: Program, gradients: Sequence[Tensor | None], microbatch: int) -> list[Tensor | None]:
-    """Split the gradients of merged values (`merge_for_tail`) for one microbatch of the last stage.
+    """Return one microbatch's part of the gradients of merged values: the inverse of `merge_for_tail`.
 
     Args:
         gradients: gradients of the merged values, which the backward of the tail has computed.
@@ -114,7 +114,7 @@ def _tail_placements(program: Program) -> list[Placement]:
     """Return, for each value that the tail receives, a placement that describes how to merge microbatches.
 
     S means concatenate, P add, R take the first. The tail is the part of a model that runs once for all microbatches.
-    Sections of a placement are for this rank's samples only.
+    Sections (ranges of a dim that are split one by one) have the sizes of this rank's samples.
     """
     last, ranks = program.stages[program.num_stages - 1], program.data_parallel_size
     placements = [boundary.layout.get(MICROBATCH_AXIS, R) for boundary in last.sends]

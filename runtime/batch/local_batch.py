@@ -1,8 +1,8 @@
 """Gather the global batch if every rank passes only its own samples (`local_batch=True`).
 
-A stage's prologue is the graph that computes masks, positions and label counts from the global batch. The inputs that
-it uses, such as tokens and labels, are therefore all-gathered over the data ranks. Inputs that a prologue only splits
-into samples, such as images in most models, stay local.
+A stage's prologue is the graph that computes masks, positions and label counts from the global batch. Inputs that a
+prologue computes with, such as tokens and labels, are therefore all-gathered over the data ranks. Inputs that a
+prologue only splits into samples, such as images in most models, stay local.
 """
 
 from __future__ import annotations

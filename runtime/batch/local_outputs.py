@@ -42,7 +42,8 @@ def as_loss_terms(
 ) -> list[Tensor]:
     """Adapt outputs so that each rank can compute one term of the loss from them, for its own samples.
 
-    The backward of the returned outputs sums the gradients of replicated outputs over the ranks in `groups`.
+    The backward of the returned outputs sums the gradients of replicated outputs over the ranks in `groups`, unless
+    only `SUM` outputs have gradients.
     """
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
     if all(kinds[i] is OutputKind.ROWS for i in differentiable):

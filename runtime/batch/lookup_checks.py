@@ -20,8 +20,8 @@ class LookupChecks:
     """Checks that the indices of all embeddings of a program are within their tables.
 
     Indices can be inputs, or be computed from inputs. Indices that depend on no input, such as positions, are checked
-    when a call is traced. Indices that depend on sizes which are inputs of the program are checked when these sizes
-    change.
+    when a call is traced. If a program has tensor sizes as integer inputs, indices that depend only on these sizes are
+    checked when the sizes change.
     """
 
     def __init__(self, program: Program, process: Process):
@@ -52,7 +52,7 @@ class LookupChecks:
 
         Args:
             inputs: {name: input} of the global batch.
-            sizes: values of the size inputs of the program.
+            sizes: {name: value} of the tensor sizes that are integer inputs of the program.
         """
         are_checked = self._checked_sizes == sizes
         for lookup, index, nodes, used in self._computed:

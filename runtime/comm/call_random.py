@@ -1,8 +1,8 @@
-"""Random numbers of one call. With `rng="exact"` a single device would draw equal numbers.
+"""Random numbers of one call: with `rng="exact"`, the numbers that a single device would draw.
 
-A prologue is the part of a stage that runs on the global batch. The prologue of every stage runs all random operators
-of the model, so all prologues start from one generator state. After the call, the generator has the state that it would
-have after a run on a single device, for any number of stages.
+A prologue is the part of a stage that runs on the global batch, before the microbatches. The prologue of every stage
+runs all random operators of the model, so all prologues start from one generator state. After the call, the generator
+has the state that it would have after a run on a single device, for any number of stages.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def random_states(device: torch.device) -> dict[torch.device, Tensor]:
 
 @contextmanager
 def restored(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
-    """Context manager that sets generators to `states` at its start, and does not reset them."""
+    """Context manager that sets generators to `states` at its start. It restores nothing at its end."""
     for on, state in states.items():
         set_state(state, on)
     yield
@@ -140,7 +140,7 @@ def set_state(state: Tensor, device: torch.device) -> None:
 
 
 def check_same_state(program: Program, process: Process) -> None:
-    """Raise RuntimeSetupError on every rank if a generator that the program uses differs between ranks."""
+    """Raise RuntimeSetupError on every rank if ranks have different states of the generators in use."""
     digest = hashlib.blake2b(digest_size=7)
     for on in drawn_on(program, process.device):
         digest.update(get_state(on).numpy().tobytes())
@@ -156,6 +156,6 @@ def check_same_state(program: Program, process: Process) -> None:
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """Return a seed for the random numbers that are drawn once per call, computed from `seeds[0]`."""
+    """Derive from `seeds[0]` the seed of the random numbers that prologues draw, once per call."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

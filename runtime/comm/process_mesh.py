@@ -106,8 +106,8 @@ class Process:
     def save_group(self) -> dist.ProcessGroup:
         """Return a CPU process group of all ranks, for saves that a background thread writes.
 
-        The first call creates the group, so every rank must make it. Its timeout is long, because ranks wait in it for
-        the slowest disk.
+        The first call creates the group, so every rank must make this call. The group's timeout is long, because ranks
+        wait for the slowest disk.
         """
         if SAVES not in self.side_groups:
             assert self.host_group is not None

@@ -54,7 +54,7 @@ class _Rotation:
 def _ring_steps(
     group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (owner rank, length of the next owner's shard, [keys, values]) for every step of the ring.
+    """Yield (rank that owns the keys, length of the next shard, [keys, values]) for each step of the ring.
 
     The first step has the local keys and values. While the caller computes a step, its keys and values are sent to the
     next rank.

@@ -1,4 +1,4 @@
-"""Text that tells what a rank is doing, from its stack: `at all_reduce_12`, or `at train.py:40`."""
+"""Descriptions of what a rank is doing, from its stack: `at all_reduce_12`, or `at train.py:40`."""
 
 from __future__ import annotations
 

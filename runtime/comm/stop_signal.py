@@ -1,6 +1,6 @@
-"""SIGTERM, with which schedulers and torchrun stop a job.
+"""Handler of SIGTERM, which cluster schedulers and torchrun send to stop a job.
 
-A rank only notes the signal. In their next call, all ranks learn of it (`consistency/same_call.py`).
+A rank only records the signal. The next call reports it to all ranks (`consistency/same_call.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _received = threading.Event()
 
 
 def listen() -> None:
-    """Note SIGTERM from now on, instead of ending the process. A Python handler that exists runs too.
+    """Install a handler that records SIGTERM, instead of ending the process.
+
+    It also calls the Python handler that was installed before.
 
     Raises UsageError outside of the main thread.
     """

@@ -56,6 +56,10 @@ class Record:
 
     Attributes:
         state: "inside" a call, "outside" of calls, "paused", "waiting" (it has given up) or "ended".
+        doing: description of the call or state.
+        place: description of the operator or line that the rank runs.
+        for_s: seconds since the last change of state.
+        answer: number of the request that this record answers.
     """
 
     state: str
@@ -152,7 +156,7 @@ class Watch:
             self._note(*before)
 
     def made(self) -> None:
-        """Record that the creation of the module has ended."""
+        """Record that the module has been created: this rank is now outside of calls."""
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work, group: dist.ProcessGroup) -> None:

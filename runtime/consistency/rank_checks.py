@@ -62,7 +62,7 @@ def model_texts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return {name: tensor} of a model's parameters and buffers, without meta tensors.
+    """Return {name: tensor} of a model's parameters and buffers, without meta and sparse tensors.
 
     A tied tensor is listed only under its first name.
     """

@@ -51,7 +51,8 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
     """Return True if replicas are compared before step number `step`.
 
     Args:
-        check_replicas: None for steps 1, 2, 4, 8 and every 100th; an int n for every n-th step; False for no step.
+        check_replicas: None or True for steps 1, 2, 4, 8 and every 100th; an int n for every n-th step; False for no
+            step.
 
     >>> [step for step in range(1, 301) if is_due(None, step)]
     [1, 2, 4, 8, 100, 200, 300]
@@ -102,7 +103,7 @@ class Replicas:
         self._in_state_dict: tuple[Program, Mapping[str, Tensor]] | None = None
 
     def is_next_due(self) -> bool:
-        """True if the next step begins with a comparison."""
+        """Return True if the next step begins with a comparison of replicas."""
         return is_due(self.check_replicas, self.step + 1)
 
     def next_step(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
@@ -122,7 +123,7 @@ class Replicas:
         _NOTED.add(self)
 
     def check_state_dict(self, keys: Collection[str]) -> None:
-        """Compare replicas if the keys of a checkpoint to save contain parameters of this module."""
+        """Compare replicas if `keys`, of a checkpoint to be saved, include parameters of this module."""
         assert self._in_state_dict is not None
         (program, parameters), self._in_state_dict = self._in_state_dict, None
         _NOTED.discard(self)
@@ -133,8 +134,8 @@ class Replicas:
     def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
         """Compare the replicas of all parameters. A collective call of all ranks.
 
-        If replicas differ by more than rounding explains, raises ReplicaError on every rank. If they differ by less,
-        warns, and copies the values of the first rank that stores the parameter to all replicas.
+        If replicas differ by more than rounding explains, every rank raises ReplicaError. If they differ by less, the
+        first rank warns, and all replicas get the values of the first rank that stores the parameter.
 
         Args:
             parameters: {name: this rank's parameter}.

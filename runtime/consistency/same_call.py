@@ -57,11 +57,9 @@ class ComparedCall:
     text: str
     inputs: dict[str, Tensor]
     own_rows: frozenset[str] | None = None
-    """With `local_batch`: the inputs that are samples of this rank.
+    """With `local_batch`: the inputs that have only this rank's samples. None without `local_batch`.
 
-    Ranks with the same samples compare them.
-
-    All other inputs are equal on all ranks. None without `local_batch`.
+    Ranks with the same samples compare these inputs. All ranks compare all other inputs.
     """
     num_rows: int = 0
     """With `local_batch`: number of samples of this rank."""
@@ -158,7 +156,8 @@ class Comparison:
     def finish_comparison(self) -> None:
         """Wait for the other ranks, and compare the calls. A second call of this method does nothing.
 
-        Raises InputError on every rank if ranks make different calls. Raises UsageError if a step trains no parameter.
+        Raises InputError on every rank if ranks make different calls, or the first error that a rank has reported in
+        `ComparedCall.problem`. Raises UsageError if a step trains no parameter.
         """
         if self._wait is None:
             return
@@ -257,7 +256,7 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _projections(tensor: Tensor, number: int) -> list[float]:
-    """Return random projections of a sample of a tensor's elements, then the log of their mean magnitude.
+    """Return random projections of a sample of a tensor's elements, then the log of its mean magnitude.
 
     A projection is the dot product with a random vector of 1 and -1. All numbers are in units of the tolerance.
     """

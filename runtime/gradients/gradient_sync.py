@@ -1,8 +1,8 @@
 """Interface for data-parallel methods other than an all-reduce of gradients (option `dp_sync`).
 
-The class `GradientSync` is used for `dp_sync="all_reduce"`, the default. Its methods do nothing, because buckets reduce
-all gradients. The optional package `autopart.extras.dp_sync` has a subclass for methods that compress gradients or
-average models.
+For `dp_sync="all_reduce"`, the default, the runtime uses the class `GradientSync`. Its functions do nothing, because
+parameter buckets already reduce all gradients (`param_bucket.py`). The optional package `autopart.extras.dp_sync` has a
+subclass for methods that compress gradients or average models.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from autopart.runtime.comm.process_mesh import Process
 class GradientSync:
     """Data-parallel synchronisation of one module on this rank. This base class does nothing.
 
-    A `dp_sync` method, such as PowerSGD, reduces gradients over the outermost data axis, in place of the bucket of the
-    parameter.
+    A `dp_sync` method, such as PowerSGD, replaces the all-reduce of a gradient over the outermost data axis.
 
     Attributes:
-        methods: {parameter: its `dp_sync` method}, for parameters with such a method.
-        unsharded: {sharded parameter with a method: unsharded placeholder, whose storage is freed}. During a step,
-            `.grad` of the placeholder receives the full gradient.
+        methods: {name: `dp_sync` method} of the parameters that have such a method.
+        unsharded: {name: placeholder of full shape without storage} of those parameters that ZeRO shards. During a
+            step, `.grad` of the placeholder receives the full gradient.
     """
 
     def __init__(self, process: Process):
@@ -37,7 +36,7 @@ class GradientSync:
 
     @property
     def changes_models(self) -> bool:
-        """True if data ranks have different weights until the method averages their models."""
+        """True if the method averages models (as local SGD does): data ranks then have different weights."""
         return False
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
@@ -51,7 +50,7 @@ class GradientSync:
     # --- In a step
 
     def with_unsharded(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return `parameters`, in which tensors of `unsharded` replace sharded parameters."""
+        """Return `parameters`, with each sharded parameter replaced by its placeholder in `unsharded`."""
         return parameters
 
     def reduce_by_method(self, loss_scale: float = 1.0) -> None:
@@ -90,15 +89,21 @@ class GradientSync:
         return None
 
     def check_optimizer_attached(self) -> None:
-        """Raise UsageError before the second step if the method averages models and no optimizer is attached."""
+        """Raise UsageError before the second step if models are averaged, but no optimizer is attached.
+
+        The method averages models after steps of the attached optimizer (`pm.attach`).
+        """
 
     def check_gradients(self, call: str) -> None:
-        """Raise UsageError if data ranks have different weights: a global gradient does not exist then."""
+        """Raise UsageError if data ranks have different weights, and so no common gradient.
+
+        `call`: name of the call that needs the gradient, for the message.
+        """
 
     # --- State
 
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Average values over the data ranks if their weights differ; else return the values unchanged."""
+        """Return the mean of `values` over data ranks if `changes_models`; else return them unchanged."""
         return dict(values)
 
 

@@ -26,7 +26,7 @@ class NoSync:
     Attributes:
         is_open: True inside `no_sync()`: calls then leave their gradients unreduced.
         are_some: True if `.grad` contains partial gradients.
-        are_expected: True if a forward ran inside `no_sync()` and its backward has not run yet.
+        are_expected: True if a differentiable forward ran inside `no_sync()` since the last reduction.
         reduce_by_method: function that reduces gradients of parameters that have a `dp_sync` method. It is called after
             all other reductions.
     """

@@ -33,7 +33,7 @@ class UnshardStrategy(Protocol):
         """Wait for the all-gather, and return the unsharded parameters."""
 
     def reshard(self) -> None:
-        """Free the unsharded parameters, when the current backward no longer needs them."""
+        """Free the unsharded parameters, which the current backward no longer needs."""
 
 
 class ParamBucket:
@@ -115,9 +115,10 @@ class ParamBucket:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add `.grad` to a sum in the strategy's `accumulate_dtype`, if it has one, and reset `.grad`.
+        """Add `.grad` to a sum over microbatches in the strategy's `accumulate_dtype`, and reset `.grad`.
 
-        It is called after each microbatch except the last.
+        The reducer calls it after a microbatch's backward, if later backwards add to the gradients. It does nothing if
+        the strategy has no `accumulate_dtype`, because autograd then accumulates in `.grad`.
         """
         dtype = self.strategy.accumulate_dtype
         for position, leaf in enumerate(self.leaves if dtype is not None and not self.each_microbatch else ()):
@@ -140,15 +141,15 @@ class ParamBucket:
         return pending, _WaitReduce.apply(pending, *self.stored)
 
     def cross(self) -> tuple[Tensor, ...]:
-        """Return unsharded parameters for a graph, whose backward reduces their gradients."""
+        """Return unsharded parameters. The backward of a graph that uses them reduces their gradients."""
         pending, arrived = self.arrival or self._arrive()
         return _StartReduce.apply(self, pending, *arrived)
 
     def enter(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return unsharded parameters for a graph. The graph calls it at the first use of the bucket.
+        """Return unsharded parameters to a graph, which calls this method at the first use of the bucket.
 
-        In a differentiable call, the backward of the returned tensors reduces their gradients. In `step()`, it waits
-        for the all-gather and returns `tensors`.
+        In a differentiable call, the backward of the returned tensors reduces their gradients. In `step()`, this method
+        waits for the all-gather and returns `tensors`.
 
         Args:
             names: names of the parameters.

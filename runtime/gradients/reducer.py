@@ -1,10 +1,10 @@
-"""Launch of gradient reductions during a step's backwards, as the gradients of buckets get complete.
+"""Launch the reduction of each bucket as soon as a step's backwards have completed its gradients.
 
 The buckets of a stage are sorted by the order in which the backward completes them, so the last block comes first.
 Hooks on autograd's accumulation nodes signal that a gradient is ready. Buckets are always launched in sorted order, so
 all ranks launch their collectives in one order (Li et al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule runs
-the weight backward separately (zero-bubble), autograd has no accumulation nodes. All buckets are then launched when the
-weight backward ends.
+the weight backward separately (zero-bubble), autograd runs no accumulation nodes. All buckets are then launched when
+the weight backward ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class Reducer:
     """Launches the gradient reductions of one stage during a step.
 
     Args:
-        buckets: in the order in which a backward completes them.
+        buckets: buckets of the stage, in the order in which a backward completes their gradients.
         queue: reductions in flight on this rank.
         microbatches: backwards per step.
-        splits_backward: True if the schedule runs the weight backward separately, one weight after the other.
+        splits_backward: True if the schedule runs the weight backward separately (zero-bubble), one weight after the
+            other.
         shared: buckets whose parameters other stages of this rank use too.
         shard_reduce_axes: {ZeRO-3 parameter: axes over which the gradient of its shard is all-reduced, once per step}.
     """

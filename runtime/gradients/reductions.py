@@ -54,8 +54,8 @@ class ReduceStrategy:
         Args:
             grads: the gradients.
             present: index in the bucket of each gradient's parameter.
-            earlier: gradient shards of earlier microbatches, to add before the all-reduce over further groups. None: no
-                all-reduce over further groups in this call.
+            earlier: gradient shards of earlier microbatches, to add before the all-reduce of shards over further groups
+                (HSDP, `reduces_shards`). None: this call does not all-reduce shards.
             is_owned: True if nothing else uses `grads`, so that the reduction may write to them.
         """
         raise NotImplementedError
@@ -103,7 +103,7 @@ class Pending:
     def finish(self) -> list[Tensor] | None:
         """Wait for the reduced gradients and return them. None: the reduction has stored them in `.grad`.
 
-        Afterwards this object has no reference to the gradients. Otherwise autograd would copy them into `.grad`.
+        This object then drops its references to them, so that autograd can store them in `.grad` without a copy.
         """
         while self.reduction is not None:
             self.advance()
@@ -123,7 +123,7 @@ class ReductionQueue:
         self.first: list[Pending] = []
         """Reductions whose first collective is in flight."""
         self.further: list[Pending] = []
-        """Reductions over further groups. They work in the memory of the reduced gradients."""
+        """Reductions over further groups, which need no buffer: they reduce the first collective's result in place."""
 
     def launch(self, pending: Pending, reduction: Reduction, max_in_flight: int, small_bytes: int = 0) -> None:
         """Launch a reduction. If too many buffers are in flight, first wait for earlier reductions.

@@ -164,9 +164,8 @@ def all_reduced_names(tensors: Mapping[str, Tensor], program: Program, stage_sty
 def create_reduce_groups(program: Program, process: Process) -> None:
     """Create the process groups that gradient reductions need.
 
-    Every rank must call this with the same program.
-
-    These are groups of flattened axes, and a second group per axis for reductions that overlap with compute.
+    These are groups of flattened axes, and a second group per axis for reductions that overlap with compute. Every rank
+    must call this function with the same program.
     """
     mesh = program.mesh
     stored_tensors = [stored.unsharded_to_sync(mesh) or stored for stored in program.parameters.values()]

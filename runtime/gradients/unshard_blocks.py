@@ -54,10 +54,11 @@ def insert_unshard_blocks(
     Casts of stored weights become `CastWeight` calls. Returns the blocks, or None if there is nothing to replace.
 
     Args:
-        reducer: reducer of the stage. If its schedule runs the weight backward separately, weight by weight, each
+        reducer: reducer of the stage. If the schedule runs the weight backward separately, weight by weight, each
             weight has a separate all-gather.
-        compiled: True if the graph will be compiled. All-gathers then move out of recompute regions, so that compiled
-            code does not contain them. Casts are not replaced, because the compiler recomputes them.
+        compiled: True if the graph will be compiled. All-gathers then move out of recompute regions (activation
+            checkpointing), so that compiled code does not contain them. Casts are not replaced, because the compiler
+            recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
@@ -168,10 +169,11 @@ class UnshardBlocks:
     def release_weights(self, failed: bool = False) -> None:
         """Free all unsharded weights, because the optimizer may change weights before their next use.
 
-        It waits for prefetches that were not used, because an all-gather can only end if all ranks take part.
+        All-gathers that were prefetched but not used must end first, because other ranks take part in them.
 
         Args:
-            failed: True if a call has failed. It then does not wait, because other ranks may not take part.
+            failed: True if a call has failed. The function then does not wait for all-gathers, because other ranks may
+                not take part.
         """
         if failed:
             self.left += self.begun.values()
