@@ -178,7 +178,10 @@ class Comparison:
         return next((problem for problem in problems if problem is not None), None)
 
     def _same_values(self, differences: Sequence[float]) -> bool:
-        """Return True if ranks have equal input values: `differences` of the numbers of `ComparedCall._values`."""
+        """Return True if ranks have equal input values.
+
+        `differences`: largest difference between ranks, for each number of `ComparedCall._values`.
+        """
         exact, *others = differences or [0.0]
         return not exact and max(others, default=0.0) <= self.given.slack
 

@@ -56,7 +56,7 @@ class SharedEntry:
 
 
 class FullTensorUpdate:
-    """Optimizers of a rank: they update the full tensors that the rank owns, and shards of parameters not in `full`.
+    """Optimizers of a rank, for the full tensors that the rank owns and for shards of other parameters.
 
     Args:
         tensors: all parameters on this rank.

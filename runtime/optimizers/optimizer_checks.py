@@ -219,7 +219,7 @@ def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list
 
 
 def reason_of(kind: type, reasons: dict[str, str]) -> str:
-    """Return the first of `reasons` whose pattern matches the name of the class or of a base class; else "".
+    """Return the first of `reasons` whose pattern matches the class's name or a base class's; else "".
 
     `reasons`: {pattern of class names: reason why the optimizer cannot train shards}.
     """

@@ -125,7 +125,7 @@ def assign_owners(
 
 
 def to_owners(shards: Mapping[str, Tensor], tensors: Sequence[OwnedTensor]) -> Steps[dict[str, Tensor]]:
-    """Send each shard to the tensor's owner. Return {name: full tensor} for the tensors that this rank owns.
+    """Send shards to the owners of their tensors. Return {name: full tensor} of what this rank owns.
 
     Args:
         shards: {name: this rank's shard}. The names must be equal on all ranks.

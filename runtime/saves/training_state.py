@@ -99,7 +99,7 @@ def add_optimizers(
 
 
 def of_data_rank(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Return a data rank's optimizer state as its shard of a tensor of shape [data ranks, *parameter shape].
+    """Return a data rank's optimizer state as its shard of a tensor [data ranks, *parameter shape].
 
     With this tensor, a save has the state of every data rank. It is needed if `dp_sync` gives data ranks different
     models, and so different state. Values without the parameter's shape are returned unchanged.
