@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.common.scoped import attributes
 from autopart.compat.export_internals import other_lists, plain_mask_indexing
+from autopart.compat.nested_internals import attention, is_jagged
 from autopart.compat.symbolic_shape_internals import MANY
 from autopart.compat.torch_internals import (
     BatchNorm,
@@ -55,6 +56,7 @@ from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.size_conditions import SizeConditions, recorded_functions, traced_sizes
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
+from autopart.tracing.nested_tensors import attend
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
 
@@ -135,6 +137,8 @@ class EagerSemantics(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         self.skipped.go_on()
+        if any(map(is_jagged, tree_flatten((args, kwargs))[0])):
+            return self._of_jagged(func, args, kwargs)
         if func in _OF_METADATA:
             output = func(*args, **kwargs)
             return traced_sizes(output, self.sizes) if func in _OF_SIZE else output
@@ -193,6 +197,15 @@ class EagerSemantics(TorchFunctionMode):
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
+
+    def _of_jagged(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a function of nested (jagged) tensors. Operators on their values return to this mode."""
+        if func is attention:
+            with self:
+                output = attend(partial(self.decisions.read, sys._getframe(2)), *args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        return func(*args, **kwargs)
 
     def to_list(self, tensor: Tensor) -> Any:
         """Return the result of `tensor.tolist()`; None to let torch return a list of symbols."""
