@@ -24,6 +24,7 @@ from autopart.common.scoped import attributes
 _NUMBERS = itertools.count(1_000_000)
 _aten = torch.ops.aten
 GET_VALUES = _aten._nested_get_values.default, _aten.values.default
+UNBIND = _aten.unbind.int
 TO_PADDED = _aten.to_padded_tensor.default
 FROM_JAGGED = _aten._nested_view_from_jagged.default
 FROM_PADDED = _aten._nested_from_padded_tensor.default

@@ -53,10 +53,10 @@ from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.pointer_slices import PointerSlices, with_positions
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
+from autopart.tracing.nested_tensors import attend
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.size_conditions import SizeConditions, recorded_functions, traced_sizes
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
-from autopart.tracing.nested_tensors import attend
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace, wrong_third_derivative
 from autopart.tracing.with_loss import check_criterion
 
@@ -202,10 +202,14 @@ class EagerSemantics(TorchFunctionMode):
         """Run a function of nested (jagged) tensors. Operators on their values return to this mode."""
         if func is attention:
             with self:
-                output = attend(partial(self.decisions.read, sys._getframe(2)), *args, **kwargs)
+                output = attend(self.read, *args, **kwargs)
             if output is not NotImplemented:
                 return output
         return func(*args, **kwargs)
+
+    def read(self, func: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Return `func(tensor)` for the real inputs; UNKNOWN if the tensor's values are unknown."""
+        return self.decisions.read(sys._getframe(1), func, tensor)
 
     def to_list(self, tensor: Tensor) -> Any:
         """Return the result of `tensor.tolist()`; None to let torch return a list of symbols."""
