@@ -39,7 +39,10 @@ def is_jagged(value: Any) -> bool:
 def jagged(
     values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, cache: Mapping[str, Any]
 ) -> Tensor:  # fmt: skip
-    """Return a jagged tensor of traced values and offsets. Its ragged size is a number of its own, not a symbol."""
+    """Return a jagged tensor of traced values and offsets.
+
+    Its ragged size is a number of its own, not a symbol of the trace.
+    """
     source = offsets if lengths is None else lengths
     if isinstance(source, FakeTensor) and source.nested_int_memo is None:
         source.nested_int_memo = torch.SymInt(NestedIntNode(next(_NUMBERS), 1))
@@ -68,7 +71,7 @@ def jagged_operators(to: Callable[..., Any], around: Callable[[], AbstractContex
             result = to(func, args, kwargs)
             if result is NotImplemented and (run := lookup_jagged(func, *args, **kwargs)) is not None:
                 result = run(*args, **kwargs)
-        if result is NotImplemented:  # an operator made of operators
+        if result is NotImplemented:  # a composite operator
             with self, torch._C.DisableTorchFunction():
                 result = func.decompose(*args, **kwargs)
         return result

@@ -1,4 +1,4 @@
-"""Nested (jagged) tensors in a trace: their operators run on values and offsets, which are plain tensors.
+"""Nested (jagged) tensors in a trace: operators run on their values and offsets, plain tensors.
 
 The trace uses torch's own code for jagged tensors, except for the operators below: torch's code for them calls kernels
 that have no sharding rule, or reads the lengths one by one.
@@ -114,7 +114,7 @@ def attend(
     read: Read, query: Any, key: Any, value: Any,
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """Compute attention of jagged tensors on padded tensors. Returns NotImplemented to run torch's own code."""
+    """Compute attention of jagged tensors on padded tensors; NotImplemented to run torch's own code."""
     if attn_mask is not None or any(t._ragged_idx != 2 or t._lengths is not None for t in (query, key, value)):
         return NotImplemented
 
