@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat.export_internals import redirected_conditions, redirected_transforms
+from autopart.compat.nested_internals import jagged_operators
 from autopart.compat.torch_internals import (
     Tracing,
     has_values,
@@ -26,6 +28,7 @@ from autopart.tracing.autograd.autograd_functions import apply_as_operator
 from autopart.tracing.autograd.cond_branches import both_branches
 from autopart.tracing.autograd.func_transforms import transformed
 from autopart.tracing.dynamic.host_functions import host_functions
+from autopart.tracing.nested_tensors import check_outputs, run_jagged
 from autopart.tracing.python.assigned_buffers import AssignedBuffers
 from autopart.tracing.python.concrete_constants import tensors_in
 from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast
@@ -116,17 +119,19 @@ class ExportEntry(nn.Module):
             host = host_functions(self.model, self.semantics.known, self.semantics.found, self.draws_on_host)
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
+        nested = jagged_operators(partial(run_jagged, self.semantics.read), lambda: self.semantics)
         # Entered before `semantics`, which inspects its callers' frames.
         watched = watched_frames(self.semantics.sizes if is_traced else None)
         with (
             watched, written, assigned(numbers), self.state, self.autocast, floats, semantics, hook, checkpoints,
-            conditions, transforms, draws, host,
+            conditions, transforms, draws, host, nested,
         ):  # fmt: skip
             call = tree_unflatten(arguments, self.spec)
             returned = call_model(self.model, call)
             output = without_caches(returned, call)
             self.semantics.drops_caches = output is not returned
             self.semantics.check_unspent(tensors_in(output))
+            check_outputs(tensors_in(output))
             self.semantics.arrays.check_unchanged()
             self.semantics.check_unfrozen()
         register_dataclasses(output)

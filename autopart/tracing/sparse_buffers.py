@@ -11,8 +11,15 @@ from autopart.errors import Refusal, TraceError
 
 
 def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raise TraceError for a sparse input, or a sparse buffer in a compressed layout such as CSR."""
+    """Raise TraceError for a sparse or nested input, or a buffer in a compressed layout such as CSR."""
     for name, tensor in inputs.items():
+        if tensor.is_nested:
+            raise TraceError(
+                f"the input '{name}' is a nested tensor", refusal=Refusal.PART,
+                why="inputs are split by sample, which is not supported for nested tensors",
+                hint=f"{name}.values() and {name}.offsets() as inputs, and torch.nested.nested_tensor_from_jagged in "
+                "forward(); or padded rows and their lengths",
+            )  # fmt: skip
         if tensor.layout is not torch.strided:
             raise TraceError(
                 f"the input '{name}' is a sparse tensor", refusal=Refusal.PART,

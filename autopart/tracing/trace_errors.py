@@ -88,8 +88,8 @@ _KINDS = (
           "a {name} is a tensor subclass, which has no dense values in a trace",
           "a plain tensor; for causal_lower_right(q, k): torch.ones(q, k, dtype=torch.bool).tril(k - q)"),
     _KnownFailure(Refusal.PART, r"Unable to cast NotImplemented to Tensor|NestedTensor|nested_tensor|"
-          r"SymInt'>.*not tracked with proxy", "a nested (jagged) tensor has no dense values",
-          "padded rows and a mask; or a loop over values.split(lengths.tolist())"),
+          r"SymInt'>.*not tracked with proxy", "this use of a nested tensor is not supported",
+          "layout=torch.jagged, and operations with one sequence dim; or padded rows and a mask"),
     _KnownFailure(Refusal.REGION, r"[Hh]igher.order op",
           "while_loop, scan and the like contain parts of the model, which cannot be sharded",
           "torch.where and plain operations, or parallelize the modules inside"),

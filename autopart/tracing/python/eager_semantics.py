@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.common.scoped import attributes
 from autopart.compat.export_internals import other_lists, plain_mask_indexing
+from autopart.compat.nested_internals import attention, is_jagged
 from autopart.compat.symbolic_shape_internals import MANY
 from autopart.compat.torch_internals import (
     BatchNorm,
@@ -52,6 +53,7 @@ from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.pointer_slices import PointerSlices, with_positions
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
+from autopart.tracing.nested_tensors import attend
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.size_conditions import SizeConditions, recorded_functions, traced_sizes
 from autopart.tracing.python.value_checks import asking_frame, check_text, operand_of, passing_answer
@@ -135,6 +137,8 @@ class EagerSemantics(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         self.skipped.go_on()
+        if any(map(is_jagged, tree_flatten((args, kwargs))[0])):
+            return self._of_jagged(func, args, kwargs)
         if func in _OF_METADATA:
             output = func(*args, **kwargs)
             return traced_sizes(output, self.sizes) if func in _OF_SIZE else output
@@ -193,6 +197,19 @@ class EagerSemantics(TorchFunctionMode):
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
+
+    def _of_jagged(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a function of nested (jagged) tensors. Operators on their values return to this mode."""
+        if func is attention:
+            with self:
+                output = attend(self.read, *args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        return func(*args, **kwargs)
+
+    def read(self, func: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Return `func(tensor)` for the real inputs; UNKNOWN if the tensor's values are unknown."""
+        return self.decisions.read(sys._getframe(1), func, tensor)
 
     def to_list(self, tensor: Tensor) -> Any:
         """Return the result of `tensor.tolist()`; None to let torch return a list of symbols."""

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from by_others.case import Case
-from by_others.unseen import audio_vision, hub, idioms_losses, idioms_modules, language_tables, science_generative
+from by_others.unseen import (
+    audio_vision,
+    further_idioms,
+    further_models,
+    hub,
+    idioms_losses,
+    idioms_modules,
+    language_tables,
+    science_generative,
+)
 
 MODELS: dict[str, Callable[[], Case]] = {
     **idioms_losses.MODELS,
@@ -17,4 +26,6 @@ MODELS: dict[str, Callable[[], Case]] = {
     **audio_vision.MODELS,
     **language_tables.MODELS,
     **science_generative.MODELS,
+    **further_idioms.MODELS,
+    **further_models.MODELS,
 }
