@@ -79,9 +79,9 @@ def with_gradients_checked(
 ) -> Trace:  # fmt: skip
     """Check that a trace and its model give gradients to the same parameters. Return the trace.
 
-    Also records the modules that the model's code checkpoints: a trace with repeated blocks can miss them. Adds a note
-    if the model does not run on meta tensors, so that nothing was compared. Raises TraceError if the trace loses or
-    adds a gradient.
+    Also records the modules that the model's code checkpoints, because a trace that runs equal blocks only once can
+    miss some. Adds a note if the model does not run on meta tensors, so that nothing was compared. Raises TraceError
+    if the trace loses or adds a gradient.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:

@@ -143,8 +143,8 @@ def trace(
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that the forward writes in another call. They become buffers in this trace, too.
         buffers: {name: current value} of buffers that differ from the model's.
-        read: code positions that get real values of inputs in place of symbols. Further positions that this trace needs
-            are added to the set.
+        read: calls in the user's code, such as `x.item()`, that return the real value of an input instead of a symbol.
+            The trace adds further calls that need this.
     Raises:
         TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
@@ -407,8 +407,8 @@ def _from_exported(
 def _quiet(semantics: EagerSemantics) -> Iterator[None]:
     """Run torch.export in a `with` block, without its warnings and the graph that it prints when it fails.
 
-    Conditions on data-dependent sizes are decided as in `many_elements`. Data-dependent branches that skip only writes
-    are traced as if their code ran.
+    Conditions on data-dependent sizes are decided by `many_elements` (torch would raise an error). An `if` that only
+    controls writes is traced as if its code always ran.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()

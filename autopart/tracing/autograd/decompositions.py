@@ -157,7 +157,7 @@ def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
 
 
 _LARGEST_ROW = 64
-"""Maximum length of rows that are sorted lexicographically, one column after another."""
+"""Maximum row length for `unique`'s decomposition, which sorts rows by one column after another."""
 
 
 def _unique(

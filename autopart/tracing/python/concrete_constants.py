@@ -330,9 +330,9 @@ class ConcreteConstants:
 
 
 def views_of(recorded: Any) -> list[Any]:
-    """Return a record, and the records of the tensors of which it may be a view.
+    """Return the record of a tensor, then the records of the tensors of which it may be a view.
 
-    The first argument of a view is the tensor that it views, so the result follows first arguments.
+    These are found by following the first argument of each recorded call, which is the tensor that a view is based on.
     """
     views = [recorded]
     while isinstance(views[-1], ValueCall) and views[-1].args:

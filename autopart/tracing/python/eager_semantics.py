@@ -225,9 +225,10 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise LostInTrace if one of these tensors would have other values in eager torch, due to a write.
+        """Raise LostInTrace if one of these tensors was written in a way that the trace cannot see.
 
-        Such a write is made by an autograd.Function (see `spend`), to a sliced tensor, or to a numpy array.
+        Such writes are made by an autograd.Function (see `spend`), to a tensor of which the trace copied a slice, or to
+        a numpy array that shares its memory in eager torch.
         """
         self.slices.check_current(tensors := list(tensors))
         self.arrays.check_read(tensors)
@@ -367,9 +368,12 @@ class EagerSemantics(TorchFunctionMode):
         return answer
 
     def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the outcome that the trace assumes for a condition on values.
+        """Return the outcome that the trace assumes for an `if` on tensor values.
 
-        None if the trace cannot contain both sides of the branch.
+        Returns None if the trace cannot contain both sides of the branch.
+
+        Args:
+            truth: returns the condition as a tensor.
         """
         operand = operand_of(frame)
         chances = self.chances

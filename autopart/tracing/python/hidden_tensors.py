@@ -109,8 +109,8 @@ def places_of(model: nn.Module) -> list[Any]:
 class _Walk:
     """Search, starting at a model, for the objects in which its code can store a value.
 
-    The search follows a method or an attribute only if its name is in code that was searched before. This is enough,
-    because a forward uses little of a library.
+    To skip the parts of a library that the forward does not use, the search follows a method or attribute of a class
+    only if code that it has searched uses its name.
     """
 
     def __init__(self, model: nn.Module):

@@ -115,7 +115,8 @@ class TracedSize(int):
     def __hash__(self) -> int:
         """Return the hash, and record that the size must be equal in all calls.
 
-        A look-up in a dict or set without this key calls no method that could record a comparison.
+        If a dict or set does not contain the size, a look-up calls only `__hash__`, and no method that records a
+        comparison.
         """
         if not _is_torch(sys._getframe(1)):
             self.conditions.record_equal(self)
