@@ -278,8 +278,8 @@ def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
     """Return the custom operator for an autograd.Function and its arguments. The first call registers it.
 
     The operator's name and overload depend only on names, values and traced operators, so they are equal in all
-    processes. If another class in this process has the same name, a number is added to the operator's name. Inputs of
-    different sizes share one operator if their traces are equal.
+    processes. If several classes in this process have one name, their overloads also depend on a class number. Inputs
+    of different sizes share one operator if their traces are equal.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])

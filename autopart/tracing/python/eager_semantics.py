@@ -355,7 +355,7 @@ class EagerSemantics(TorchFunctionMode):
             )
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """Return the outcome that the trace assumes for a Python branch on a tensor.
+        """Return the outcome with which this run of the forward continues at an `if` on a tensor.
 
         Returns None if the trace cannot represent both outcomes.
         """
@@ -368,9 +368,9 @@ class EagerSemantics(TorchFunctionMode):
         return answer
 
     def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the outcome that the trace assumes for an `if` on tensor values.
+        """Return the outcome with which this run of the forward continues at an `if` on tensor values.
 
-        Returns None if the trace cannot contain both sides of the branch.
+        The other outcome is traced in another run. Returns None if the trace cannot contain both sides of the branch.
 
         Args:
             truth: returns the condition as a tensor.
@@ -411,7 +411,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
-    """Return True if autograd's graph leads from outputs to one of these nodes, and not through `inputs`."""
+    """Return True if a path of autograd's graph leads from `outputs` to one of `nodes`, not through `inputs`."""
     todo = [output.grad_fn for output in tensors_in(outputs)]
     seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
     while todo:

@@ -1,4 +1,4 @@
-"""Guards: checks at each call that the Python values that a trace has as constants are unchanged."""
+"""Guards: checks, at each call, that no Python value that is a constant of the trace has changed."""
 
 from __future__ import annotations
 

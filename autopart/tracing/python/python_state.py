@@ -137,7 +137,7 @@ class PythonState:
                 attributes[key] = value
 
     def pop_symbolic(self, known: ConcreteConstants) -> dict[str, Any]:
-        """Remove changed attributes whose new value is a function of number inputs. Return their formulas."""
+        """Remove attributes from `changed` that depend only on number inputs. Return {attribute: formula}."""
         symbolic = {
             name: known.formula(expression(after)) for name, (before, after) in self.changed.items()
             if isinstance(after, (*_SYMBOLIC, torch.SymBool)) and (isinstance(before, _SYMBOLIC) or is_plain(before))

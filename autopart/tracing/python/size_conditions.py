@@ -89,9 +89,9 @@ class SizeConditions(list[SizeCondition]):
         self.append(SizeCondition("eq", _expression(value), float(_plain(value)), True))
 
     def with_constants(self, values: Any) -> Any:
-        """Return what Python reads from a constant tensor. Record that its numbers must be equal in all calls.
+        """Return values that Python reads from a constant tensor; record that they must be equal in all calls.
 
-        Such a number may depend on a size: `torch.arange(length).max().item()`.
+        They may depend on a size, which a tensor does not record: `torch.arange(length).max().item()`.
         """
         if isinstance(values, list):
             for value in values:
