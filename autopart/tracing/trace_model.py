@@ -229,7 +229,8 @@ def _traced(
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
     """Return the program, or another trace if the program depends on random numbers of Python or numpy.
 
-    The other trace draws these numbers from torch's generator or, if this fails, by host functions.
+    The other trace draws these numbers from torch's generator. If this fails, the program calls the functions of the
+    model that draw them in every step (host functions).
     """
 
     def check(program: Any) -> None:
@@ -347,7 +348,7 @@ def _differentiated(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
-    """Raise TraceError if a shape in the graph depends on tensor values, because it cannot be planned."""
+    """Raise TraceError if a shape in the graph depends on tensor values: autopart cannot plan such a graph."""
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):

@@ -186,7 +186,10 @@ class _Forms(TorchDispatchMode):
         return result
 
     def _made(self, func: Any, key: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Return the meta results of a call that does not write to its inputs and returns no view of them."""
+        """Return the meta results of a call, from the cache if possible.
+
+        The call must neither write to its inputs nor return a view of them.
+        """
         try:
             forms = self.known.get(key)
         except TypeError:  # an argument is not hashable

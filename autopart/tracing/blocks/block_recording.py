@@ -94,7 +94,7 @@ class Template:
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
-        """Return True if Python has stored one of the stand-in tensors elsewhere (it has more references)."""
+        """Return True if a stand-in tensor has new references: Python has stored it outside of the block."""
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 

@@ -411,7 +411,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
-    """Return True if a path of autograd's graph leads from `outputs` to one of `nodes`, not through `inputs`."""
+    """Return True if autograd's graph has a path from `outputs` to one of `nodes`, not through `inputs`."""
     todo = [output.grad_fn for output in tensors_in(outputs)]
     seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
     while todo:
