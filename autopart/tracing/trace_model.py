@@ -62,6 +62,7 @@ _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments by name, in the order of the model's `forward`; `*args` as a tuple.
 
+    Also initializes lazy modules, and adds `use_cache=False` if the model would return a key/value cache by default.
     Raises InputError if the call does not fit the signature, TraceError if the model cannot be traced.
     """
     if isinstance(model, nn.Module):
@@ -348,7 +349,7 @@ def _differentiated(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
-    """Raise TraceError if a shape in the graph depends on tensor values: autopart cannot plan such a graph."""
+    """Raise TraceError if a shape in the graph depends on tensor values: such a graph cannot be planned."""
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):

@@ -228,7 +228,10 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def content_of(place: Any) -> dict[Any, Any]:
-    """Return the content of a dict, list, class, closure cell or cache as {key: value}."""
+    """Return the content of a container, class or closure cell as {key: value}.
+
+    For a `functools.lru_cache`, whose entries cannot be read, returns its number of misses.
+    """
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
     if isinstance(place, type):
