@@ -182,7 +182,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 
 def _graph_run(traced: Trace, eager: _GradientRun, device: torch.device, inputs: Sequence[Tensor]) -> _GradientRun:
-    """Run the traced graph on meta tensors, with the dtypes of the graph and the tensors of the eager run."""
+    """Run the traced graph on the meta tensors of the eager run, which are cast to the graph's dtypes."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
     with no_autocast(), meta_run(device, ConcreteConstants()):

@@ -36,7 +36,7 @@ _IS_META, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cuda.__get__
 _SELECTING = frozenset({"nonzero", "argwhere", "unique", "unique_consecutive"})
 """Functions whose results have sizes that depend on values.
 
-Their results are real tensors if they depend only on inputs.
+A result is a real tensor if it depends only on inputs.
 """
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -195,7 +195,10 @@ class EagerSemantics(TorchFunctionMode):
         return output
 
     def to_list(self, tensor: Tensor) -> Any:
-        """Return the result of `tensor.tolist()`; None to let torch return a list of symbols."""
+        """Return the result of `tensor.tolist()`, or a stand-in for it (`IndexList`) that can be an index.
+
+        Returns None to let torch return a list of symbols.
+        """
         value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
         return as_places(tensor) if value is UNKNOWN else value
 

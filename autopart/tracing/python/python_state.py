@@ -338,7 +338,7 @@ def _read_constants(program: Any) -> list[Any]:
 
 
 def _metadata(value: Any) -> Any:
-    """Replace tensors by their shape and dtype."""
+    """Replace each tensor in a value by its shape and dtype, and everything else by None."""
     return tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None, value)
 
 
