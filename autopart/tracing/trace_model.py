@@ -62,7 +62,8 @@ _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments by name, in the order of the model's `forward`; `*args` as a tuple.
 
-    Also initializes lazy modules, and adds `use_cache=False` if the model would return a key/value cache by default.
+    Also initializes lazy modules. Adds `use_cache=False` if the model can return a key/value cache and the call does
+    not set `use_cache`.
     Raises InputError if the call does not fit the signature, TraceError if the model cannot be traced.
     """
     if isinstance(model, nn.Module):

@@ -122,7 +122,7 @@ class _Placed(TorchFunctionMode):
 class _Listed(int):
     """Entry of `tensor.tolist()`: the integer 0.
 
-    If a condition that can skip code compares the entry, the comparison returns the outcome for which the code runs.
+    A comparison of the entry that decides if code is skipped returns the outcome for which the code runs.
     """
 
 
@@ -168,7 +168,7 @@ class _Forms(TorchDispatchMode):
         return self._made(func, key, args, kwargs)
 
     def _may_be_real(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if a call may return tensors with values: results are small, or of data-dependent size.
+        """Return True if a call may run on real tensors: its results are small, or of data-dependent size.
 
         Floating-point results with three or more dims are excluded. They are states or activations, which torch's
         recurrent layers expect on the device of their input.

@@ -102,7 +102,7 @@ class RecordedCall:
     """One call of a block (layer) during a trace, which is recorded or compared with a recorded call.
 
     Args:
-        given: the different tensors that the block gets (arguments, parameters, buffers).
+        given: the block's tensors (arguments, parameters, buffers), without duplicates.
         key: comparison key of the call's arguments, parameters and global modes. Only calls with equal keys are
             compared further.
     """

@@ -68,7 +68,7 @@ class ConcreteConstants:
     """The constant tensors of a trace, and the tensors computed only from constants, inputs and buffers.
 
     For each of these tensors the object has a record, from which the value can be computed again: the call that
-    returned the tensor (`ValueCall`), or its place among the inputs (`InputTensor`) or buffers (`BufferTensor`).
+    returned the tensor (`ValueCall`), the index of an input (`InputTensor`), or the name of a buffer (`BufferTensor`).
 
     Args:
         of_model: parameters, buffers and inputs, whose values can differ in the next call.

@@ -218,7 +218,7 @@ class EagerSemantics(TorchFunctionMode):
     def spend(self, tensor: Tensor) -> bool:
         """Record that an autograd.Function overwrote a tensor, so that later reads of it are rejected.
 
-        Returns False if later reads cannot be detected: the tensor is not computed in the trace.
+        Returns False for a tensor that the trace does not compute, because later reads of it cannot be detected.
         """
         memory = memory_of(tensor)
         made = tensor._base if tensor._base is not None else tensor

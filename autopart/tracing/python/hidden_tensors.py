@@ -58,7 +58,7 @@ class HiddenTensors:
     Attributes:
         replaced: tensors that the forward removed or replaced by another tensor.
         left: values with tensors that the forward stored in variables that had no tensor before.
-        start: values to store before the next forward in the variables of `left`.
+        start: values that variables listed in `left` get before the next forward.
     """
 
     def __init__(self, model: nn.Module):

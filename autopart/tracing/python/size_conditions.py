@@ -77,7 +77,7 @@ class SizeConditions(list[SizeCondition]):
 
     Args:
         replace: function (frame, name) that is called if a frame calls `int` or `float` with a size. It may raise an
-            exception, so that the trace is repeated with another `int` in the frame's module.
+            exception to repeat the trace with an `int` or `float` in the frame's module that records the call.
     """
 
     def __init__(self, replace: Callable[[FrameType, str], None] = lambda frame, name: None):
