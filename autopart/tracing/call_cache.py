@@ -162,7 +162,7 @@ def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], C
     Args:
         number: traced calls so far. The warning is given when it reaches `MANY_CALLS`.
         seconds: duration of one trace.
-        values: {(expression, source line): values of inputs that the expression returned to the model's Python}.
+        values: {(expression, source line): its values in these calls} of expressions that read an input's value.
     """
     if number != MANY_CALLS:
         return

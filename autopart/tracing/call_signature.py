@@ -46,8 +46,8 @@ PREFIX = "model."
 class ExportEntry(nn.Module):
     """Module that torch.export traces: it calls the model with the call's tensors as its only inputs.
 
-    All other arguments are fixed, and can be of any type. The names of the inputs come from `tensor_names`. The outputs
-    are those of the model.
+    All other arguments are constants of the trace, and can be of any type. The names of the inputs come from
+    `tensor_names`. The outputs are those of the model.
 
     Attributes:
         autocast: the autocast state of the call.

@@ -36,7 +36,7 @@ from autopart.tracing.python.size_conditions import plain_sizes
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 """{higher-order operator that is inlined: number of its arguments before the body}.
 
-For `no_grad` it is the grad mode; for autocast: device type, dtype, enabled, cache of casts.
+The argument of `no_grad` is the grad mode. Those of autocast are device type, dtype, enabled and cache of casts.
 """
 _FORMULAS = ("aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 _OURS = ("<eval_with_key>", "/torch/overrides.py", str(Path(__file__).parent.parent))
@@ -117,9 +117,9 @@ def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocas
 
 
 def _one_name_each(program: Any) -> None:
-    """Replace all other names of a tied buffer or parameter by its first name.
+    """Refer to each tied buffer or parameter by its first name only.
 
-    Otherwise torch cannot functionalize in-place writes to it.
+    With several names, torch cannot functionalize in-place writes to the tensor.
     """
     first: dict[int, fx.Node] = {}
     signature = program.graph_signature
@@ -219,8 +219,8 @@ def name_outputs(
 ) -> tuple[str, ...]:  # fmt: skip
     """Split the outputs of an exported program into the model's outputs and new values of its tensors.
 
-    The new values are {name of a buffer or parameter: node}. Returns notes on inputs that the forward augments in place
-    with numbers that numpy or Python draws: the program does not write these inputs.
+    The new values are {name of a buffer or parameter: node}. Writes to an input raise TraceError, except data
+    augmentation by random numbers of numpy or Python: the program leaves out these writes. Returns notes on them.
 
     Args:
         users_name: function from a tensor's name in the exported program to the user's name.

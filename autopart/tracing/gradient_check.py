@@ -79,9 +79,9 @@ def with_gradients_checked(
 ) -> Trace:  # fmt: skip
     """Check that a trace and its model give gradients to the same parameters. Return the trace.
 
-    Also records the modules that the model's code checkpoints: a trace with repeated blocks can miss them. Adds a note
-    if the model does not run on meta tensors, so that nothing was compared. Raises TraceError if the trace loses or
-    adds a gradient.
+    Also records the modules that the model's code checkpoints, because a trace that runs equal blocks only once can
+    miss some. Adds a note if the model does not run on meta tensors, so that nothing was compared. Raises TraceError
+    if the trace loses or adds a gradient.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:
@@ -182,7 +182,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 
 def _graph_run(traced: Trace, eager: _GradientRun, device: torch.device, inputs: Sequence[Tensor]) -> _GradientRun:
-    """Run the traced graph on meta tensors, with the dtypes of the graph and the tensors of the eager run."""
+    """Run the traced graph on the meta tensors of the eager run, which are cast to the graph's dtypes."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
     with no_autocast(), meta_run(device, ConcreteConstants()):

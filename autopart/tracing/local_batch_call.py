@@ -1,4 +1,4 @@
-"""Calls with `local_batch`: the call of one data rank, and the global call that contains it."""
+"""Conversion of a call with `local_batch=True` (each data rank has its own samples) to a global call."""
 
 from __future__ import annotations
 

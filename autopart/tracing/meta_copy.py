@@ -89,8 +89,8 @@ def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
 def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a model together with the functions that close over parts of it, such as its hooks.
 
-    Python's `deepcopy` shares functions: a hook of the copy would write to the original. A container that only
-    functions refer to stays shared, because functions of a class, which are not copied, may read it.
+    Python's `deepcopy` shares functions: a hook of the copy would write to the original. An object that only such
+    functions refer to is shared by model and copy: methods of a class, which are not copied, may use it too.
     """
     functions = [
         thing for thing in _reachable(model)
@@ -192,10 +192,7 @@ def meta_copy_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """Return two dicts for a copy of a model, with object ids as keys.
-
-    They are {id: replacement in the copy} and {id: object to which the copy must not refer}.
-    """
+    """Return {id: object to use in the copy} and {id: object to which the copy must not refer}."""
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -17,7 +17,7 @@ from autopart.errors import InputError, Refusal, TraceError
 from autopart.ir.trace import Call
 
 _NAMES_OF_GRAPHS = frozenset({"meta", *dir(fx.GraphModule)}.difference(dir(nn.Module)))
-"""Attributes of fx.GraphModule, which hide tensors of these names."""
+"""Attributes of fx.GraphModule: a GraphModule could not hold a model's tensor of one of these names."""
 
 
 def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Check of sparse tensors in a model: only buffers may be sparse, because every rank has them in full."""
+"""Check of sparse tensors: only tensors that every rank has in full, such as buffers, may be sparse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.errors import Refusal, TraceError
 
 
 def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raise TraceError for a sparse or nested input, or a buffer in a compressed layout such as CSR."""
+    """Raise TraceError for a sparse or nested input, a sparse trained parameter, or a layout such as CSR."""
     for name, tensor in inputs.items():
         if tensor.is_nested:
             raise TraceError(

@@ -35,9 +35,9 @@ class LostInTrace(Exception):
 
 
 class TraceAgain(Exception):
-    """Exception that ends a trace because of a finding about the model's code.
+    """Exception that ends a trace when it meets code that must be traced in another way.
 
-    The call is traced again, and the new trace uses the finding.
+    The way is recorded, and the call is traced again.
     """
 
 

@@ -62,6 +62,8 @@ _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments by name, in the order of the model's `forward`; `*args` as a tuple.
 
+    Also initializes lazy modules. Adds `use_cache=False` if the model can return a key/value cache and the call does
+    not set `use_cache`.
     Raises InputError if the call does not fit the signature, TraceError if the model cannot be traced.
     """
     if isinstance(model, nn.Module):
@@ -143,8 +145,8 @@ def trace(
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that the forward writes in another call. They become buffers in this trace, too.
         buffers: {name: current value} of buffers that differ from the model's.
-        read: code positions that get real values of inputs in place of symbols. Further positions that this trace needs
-            are added to the set.
+        read: calls in the user's code, such as `x.item()`, that return the real value of an input instead of a symbol.
+            The trace adds further calls that need this.
     Raises:
         TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
@@ -229,7 +231,8 @@ def _traced(
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
     """Return the program, or another trace if the program depends on random numbers of Python or numpy.
 
-    The other trace draws these numbers from torch's generator or, if this fails, by host functions.
+    The other trace draws these numbers from torch's generator. If this fails, the program calls the functions of the
+    model that draw them in every step (host functions).
     """
 
     def check(program: Any) -> None:
@@ -347,7 +350,7 @@ def _differentiated(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
-    """Raise TraceError if a shape in the graph depends on tensor values, because it cannot be planned."""
+    """Raise TraceError if a shape in the graph depends on tensor values: such a graph cannot be planned."""
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):
@@ -407,8 +410,8 @@ def _from_exported(
 def _quiet(semantics: EagerSemantics) -> Iterator[None]:
     """Run torch.export in a `with` block, without its warnings and the graph that it prints when it fails.
 
-    Conditions on data-dependent sizes are decided as in `many_elements`. Data-dependent branches that skip only writes
-    are traced as if their code ran.
+    Conditions on data-dependent sizes are decided by `many_elements` (torch would raise an error). An `if` that only
+    controls writes is traced as if its code always ran.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()

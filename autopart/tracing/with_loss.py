@@ -27,8 +27,8 @@ def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 def without_caches(output: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a model's output with None in place of transformers' key/value caches.
 
-    The caches are not replaced in a call with `use_cache=True`, unless they are caches of `generate`, which stay on
-    their ranks.
+    In a call with `use_cache=True`, only the caches of autopart's `generate` (`LocalCache`) are replaced, because their
+    tensors stay on the ranks.
     """
     wants_cache = any(call.get("use_cache") for call in (arguments, arguments.get("call")) if isinstance(call, Mapping))
 

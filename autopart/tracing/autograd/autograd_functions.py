@@ -277,9 +277,9 @@ def _a(value: Any) -> str:
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
     """Return the custom operator for an autograd.Function and its arguments. The first call registers it.
 
-    The operator's name and overload depend only on names, values and traced operators. So they are equal in all
-    processes. Inputs of several sizes share one operator if their traces are equal. A number is added only if another
-    class in this process has the same name.
+    The operator's name and overload depend only on names, values and traced operators, so they are equal in all
+    processes. If several classes in this process have one name, their overloads also depend on a class number. Inputs
+    of different sizes share one operator if their traces are equal.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])

@@ -157,7 +157,7 @@ def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
 
 
 _LARGEST_ROW = 64
-"""Maximum length of rows that are sorted lexicographically, one column after another."""
+"""Maximum row length for `unique`'s decomposition, which sorts rows by one column after another."""
 
 
 def _unique(
@@ -224,7 +224,10 @@ def _asked_for(
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return the counts of the values below `minlength`. A larger value raises an error at run time."""
+    """Count the values below `minlength`; larger values raise an error at run time.
+
+    Calls `torch.bincount` if `minlength` is 0 or the weights need a gradient.
+    """
     if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
         return torch.bincount(input, weights, minlength)
     if weights is None:

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def differentiable_operators(twice_only: dict[str, None]) -> AbstractContextManager[None]:
-    """Record the operators of a trace in differentiable forms, inside a `with` block.
+    """Record each operator of a trace as operators that can be differentiated again, in a `with` block.
 
     Args:
         twice_only: receives the names of operators whose third derivative is wrong in eager PyTorch. Their formula for
@@ -40,7 +40,7 @@ def differentiable_operators(twice_only: dict[str, None]) -> AbstractContextMana
 
 
 def _form(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the differentiable form of an operator; None to record the operator itself."""
+    """Return a function that computes an operator by differentiable ones; None to record it as it is."""
     if func in BACKWARDS:
         return BACKWARDS[func]
     leaves = tree_flatten((args, dict(kwargs)))[0]

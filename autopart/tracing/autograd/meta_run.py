@@ -36,7 +36,7 @@ _IS_META, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cuda.__get__
 _SELECTING = frozenset({"nonzero", "argwhere", "unique", "unique_consecutive"})
 """Functions whose results have sizes that depend on values.
 
-Their results are real tensors if they depend only on inputs.
+A result is a real tensor if it depends only on inputs.
 """
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -122,7 +122,7 @@ class _Placed(TorchFunctionMode):
 class _Listed(int):
     """Entry of `tensor.tolist()`: the integer 0.
 
-    If a condition that can skip code compares the entry, the comparison returns the outcome for which the code runs.
+    A comparison of the entry that decides if code is skipped returns the outcome for which the code runs.
     """
 
 
@@ -168,7 +168,7 @@ class _Forms(TorchDispatchMode):
         return self._made(func, key, args, kwargs)
 
     def _may_be_real(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if a call may return tensors with values: results are small, or of data-dependent size.
+        """Return True if a call may run on real tensors: its results are small, or of data-dependent size.
 
         Floating-point results with three or more dims are excluded. They are states or activations, which torch's
         recurrent layers expect on the device of their input.
@@ -186,7 +186,10 @@ class _Forms(TorchDispatchMode):
         return result
 
     def _made(self, func: Any, key: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Return the meta results of a call that does not write to its inputs and returns no view of them."""
+        """Return the meta results of a call, from the cache if possible.
+
+        The call must neither write to its inputs nor return a view of them.
+        """
         try:
             forms = self.known.get(key)
         except TypeError:  # an argument is not hashable

@@ -116,7 +116,7 @@ def _of_inputs_alone(ids: fx.Node) -> bool:
 
 
 def _reads_looked_up(step: fx.Node) -> bool:
-    """Return True if all look-ups in `step`, a rescaled embedding table, read only rescaled rows."""
+    """Return True if look-ups in the table after one rescaling (`step`) read only rows that it rescaled."""
     ids = step.args[1] if operator_name(step) == _RENORM else None
 
     def is_right(user: fx.Node) -> bool:

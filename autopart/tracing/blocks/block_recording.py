@@ -28,7 +28,7 @@ from autopart.ir.graph import tensor_inputs
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _WRITE_UNSAID = ("aten::batch_norm", "aten::instance_norm")
 TEMPLATE: Final = "repeated_template"
-"""Key in a node's meta of (number of the recorded block, number of the node in this block)."""
+"""Key in `node.meta`. The value is (number of the recorded block, number of the node in this block)."""
 
 Ref = tuple[bool, int]
 """Reference to a value of a block.
@@ -84,7 +84,7 @@ class Template:
 
     @property
     def used(self) -> list[int]:
-        """Indices of the block's inputs that its operators read."""
+        """Indices of the block's inputs that its operators read, or that code after the block can use."""
         refs = [*(ref for refs in self.reads for ref in refs), *(ref for _, ref in self.parts)]
         return sorted({place for is_own, place in refs if not is_own})
 
@@ -94,7 +94,7 @@ class Template:
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
-        """Return True if Python has stored one of the stand-in tensors elsewhere (it has more references)."""
+        """Return True if a stand-in tensor has new references: Python has stored it outside of the block."""
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 
@@ -102,7 +102,7 @@ class RecordedCall:
     """One call of a block (layer) during a trace, which is recorded or compared with a recorded call.
 
     Args:
-        given: the different tensors that the block gets (arguments, parameters, buffers).
+        given: the block's tensors (arguments, parameters, buffers), without duplicates.
         key: comparison key of the call's arguments, parameters and global modes. Only calls with equal keys are
             compared further.
     """

@@ -25,8 +25,8 @@ from autopart.ir.trace import Trace
 _ENDS = 3
 """Number of blocks that stay at each end of a chain of equal blocks.
 
-The first two can differ, because of their neighbours or because of separate layouts (`ShardingProblem.sharing_costs`).
-The third must equal the block that represents others.
+In the plan, the first two may differ from the block that represents the removed ones: they have other neighbours, or
+their layouts are chosen separately (`ShardingProblem.sharing_costs`). The third must equal it.
 """
 
 _BEHIND = 2

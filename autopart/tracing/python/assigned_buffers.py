@@ -148,7 +148,7 @@ def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
 
 
 def computed(program: Any) -> Counter[tuple]:
-    """Return {(operator, constants, result shape): number of calls} of a trace.
+    """Return {(operator, constant arguments, result shape): number of calls} of a trace.
 
     Only calls that depend on inputs or parameters are counted.
     """

@@ -65,10 +65,10 @@ class _NotRecorded(Exception):
 
 
 class ConcreteConstants:
-    """The constant tensors of a trace, and the tensors that are computed only from constants and inputs.
+    """The constant tensors of a trace, and the tensors computed only from constants, inputs and buffers.
 
-    For each of these tensors the object has a record (`ValueCall` or `InputTensor`): how the tensor is computed from
-    numbers and from the inputs of the trace.
+    For each of these tensors the object has a record, from which the value can be computed again: the call that
+    returned the tensor (`ValueCall`), the index of an input (`InputTensor`), or the name of a buffer (`BufferTensor`).
 
     Args:
         of_model: parameters, buffers and inputs, whose values can differ in the next call.
@@ -109,7 +109,7 @@ class ConcreteConstants:
             self.symbols[expression(number)] = record
 
     def is_recorded(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that is computed only from constants and inputs."""
+        """Return True for a tensor that is computed only from constants, inputs and buffers given to `hold`."""
         if tensor not in self._made and self._is_constant(tensor):
             self._made[tensor] = tensor
         return tensor in self._made
@@ -330,9 +330,9 @@ class ConcreteConstants:
 
 
 def views_of(recorded: Any) -> list[Any]:
-    """Return a record, and the records of the tensors of which it may be a view.
+    """Return the record of a tensor, then the records of the tensors of which it may be a view.
 
-    The first argument of a view is the tensor that it views, so the result follows first arguments.
+    These are found by following the first argument of each recorded call, which is the tensor that a view is based on.
     """
     views = [recorded]
     while isinstance(views[-1], ValueCall) and views[-1].args:

@@ -212,7 +212,10 @@ class EagerSemantics(TorchFunctionMode):
         return self.decisions.read(sys._getframe(1), func, tensor)
 
     def to_list(self, tensor: Tensor) -> Any:
-        """Return the result of `tensor.tolist()`; None to let torch return a list of symbols."""
+        """Return the result of `tensor.tolist()`, or a stand-in for it (`IndexList`) that can be an index.
+
+        Returns None to let torch return a list of symbols.
+        """
         value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
         return as_places(tensor) if value is UNKNOWN else value
 
@@ -232,7 +235,7 @@ class EagerSemantics(TorchFunctionMode):
     def spend(self, tensor: Tensor) -> bool:
         """Record that an autograd.Function overwrote a tensor, so that later reads of it are rejected.
 
-        Returns False if later reads cannot be detected: the tensor is not computed in the trace.
+        Returns False for a tensor that the trace does not compute, because later reads of it cannot be detected.
         """
         memory = memory_of(tensor)
         made = tensor._base if tensor._base is not None else tensor
@@ -242,9 +245,10 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise LostInTrace if one of these tensors would have other values in eager torch, due to a write.
+        """Raise LostInTrace if one of these tensors was written in a way that the trace cannot see.
 
-        Such a write is made by an autograd.Function (see `spend`), to a sliced tensor, or to a numpy array.
+        Such writes are made by an autograd.Function (see `spend`), to a tensor of which the trace copied a slice, or to
+        a numpy array that shares its memory in eager torch.
         """
         self.slices.check_current(tensors := list(tensors))
         self.arrays.check_read(tensors)
@@ -371,7 +375,7 @@ class EagerSemantics(TorchFunctionMode):
             )
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """Return the outcome that the trace assumes for a Python branch on a tensor.
+        """Return the outcome with which this run of the forward continues at an `if` on a tensor.
 
         Returns None if the trace cannot represent both outcomes.
         """
@@ -384,9 +388,12 @@ class EagerSemantics(TorchFunctionMode):
         return answer
 
     def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the outcome that the trace assumes for a condition on values.
+        """Return the outcome with which this run of the forward continues at an `if` on tensor values.
 
-        None if the trace cannot contain both sides of the branch.
+        The other outcome is traced in another run. Returns None if the trace cannot contain both sides of the branch.
+
+        Args:
+            truth: returns the condition as a tensor.
         """
         operand = operand_of(frame)
         chances = self.chances
@@ -424,7 +431,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _reaches(outputs: Any, inputs: Any, nodes: Collection[Any]) -> bool:
-    """Return True if autograd's graph leads from outputs to one of these nodes, and not through `inputs`."""
+    """Return True if autograd's graph has a path from `outputs` to one of `nodes`, not through `inputs`."""
     todo = [output.grad_fn for output in tensors_in(outputs)]
     seen, wanted = {*todo, *(source.grad_fn for source in tensors_in(inputs))}, set(nodes)
     while todo:

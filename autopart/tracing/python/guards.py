@@ -1,4 +1,4 @@
-"""Guards: checks at each call that the Python values that a trace has as constants are unchanged."""
+"""Guards: checks, at each call, that no Python value that is a constant of the trace has changed."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class Guards:
         model: the traced module: the user's model, or a `WithLoss` around it.
         others: the loss function and other options, whose attributes are guarded too.
         inputs: numbers that are inputs of the program; they are not guarded.
-        device: device of the program, or None. The program reads the user's constant tensors on this device directly,
-            so they are not guarded. Tensors on other devices are copied, so they are guarded. None: the program casts
-            and copies every tensor.
-        updated: attributes of modules that every call changes. Other attributes that the code changes are not guarded.
+        device: the program reads the user's constant tensors on this device directly, so they need no guard. It has
+            copies of tensors on other devices, which are guarded. None: it has copies of all tensors.
+        updated: attributes of modules that every call sets to values that the trace computed. They are guarded; other
+            values that the code changes are not.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class HiddenTensors:
     Attributes:
         replaced: tensors that the forward removed or replaced by another tensor.
         left: values with tensors that the forward stored in variables that had no tensor before.
-        start: values to store before the next forward in the variables of `left`.
+        start: values that variables listed in `left` get before the next forward.
     """
 
     def __init__(self, model: nn.Module):
@@ -109,8 +109,8 @@ def places_of(model: nn.Module) -> list[Any]:
 class _Walk:
     """Search, starting at a model, for the objects in which its code can store a value.
 
-    The search follows a method or an attribute only if its name is in code that was searched before. This is enough,
-    because a forward uses little of a library.
+    To skip the parts of a library that the forward does not use, the search follows a method or attribute of a class
+    only if code that it has searched uses its name.
     """
 
     def __init__(self, model: nn.Module):
@@ -228,7 +228,10 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def content_of(place: Any) -> dict[Any, Any]:
-    """Return the content of a dict, list, class, closure cell or cache as {key: value}."""
+    """Return the content of a container, class or closure cell as {key: value}.
+
+    For a `functools.lru_cache`, whose entries cannot be read, returns its number of misses.
+    """
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
     if isinstance(place, type):

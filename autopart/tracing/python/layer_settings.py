@@ -60,7 +60,7 @@ def digest(settings: Settings) -> str:
 
 
 def settings_of(model: nn.Module) -> Settings:
-    """Return the current settings of a model's layers."""
+    """Return `Settings` that list the layers whose train/eval mode differs from the model's."""
     others = [path for path, layer in model.named_modules() if layer.training != model.training]
     return Settings(tuple(sorted(others)))
 

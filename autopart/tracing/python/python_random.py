@@ -27,7 +27,7 @@ DRAWN_BY_TORCH = "the random numbers of Python and numpy are drawn by torch"
 
 
 def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
-    """Let `random.random()`, `random.uniform(a, b)` and numpy's `rand()` draw from torch's generator.
+    """Let `random.random`, `random.uniform`, and numpy's `rand`, `random` and `uniform` draw from torch.
 
     Args:
         as_numbers: return Python numbers instead of tensors, for a run of the model outside of a trace.

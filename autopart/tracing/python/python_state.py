@@ -63,7 +63,7 @@ class PythonState:
         self._own = OwnGenerators(model)
         self._drew: set[int] = set()
         self.start: dict[str, Any] = {}
-        """{attribute: its value during the forward}"""
+        """{attribute: value that it is set to before the forward}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
         """{attribute: (value before the forward, value after it)}"""
         self.caches = HiddenTensors(model)
@@ -137,7 +137,7 @@ class PythonState:
                 attributes[key] = value
 
     def pop_symbolic(self, known: ConcreteConstants) -> dict[str, Any]:
-        """Remove changed attributes whose new value is a function of number inputs. Return their formulas."""
+        """Remove attributes from `changed` that depend only on number inputs. Return {attribute: formula}."""
         symbolic = {
             name: known.formula(expression(after)) for name, (before, after) in self.changed.items()
             if isinstance(after, (*_SYMBOLIC, torch.SymBool)) and (isinstance(before, _SYMBOLIC) or is_plain(before))
@@ -170,7 +170,7 @@ def same_containers(model: nn.Module) -> Iterator[None]:
 
 
 def _bound_to(module: nn.Module, value: Any) -> Any:
-    """Convert a method of the stand-in for a module in a trace to the same method of the module.
+    """Return a method that is bound to torch.export's copy of a module as a method of the module itself.
 
     Other values are returned unchanged.
     """
@@ -277,8 +277,8 @@ def _cast_of(constant: fx.Node) -> fx.Node | None:
 def _connected(graph: fx.Graph, constants: Collection[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a graph that are connected to an input, a weight or an output.
 
-    Other nodes are, for example, initial values of a module that the forward creates. A node that reads only a shape is
-    returned directly before its first use, wherever it is in the graph.
+    Other nodes are, for example, initial values of a module that the forward creates. So that equal graphs give equal
+    lists, a node that reads only a shape comes directly before its first use, wherever it is in the graph.
     """
     neighbours = nx.Graph((node, read) for node in graph.nodes for read in _value_inputs(node))
     ends = [node for node in graph.nodes if node.op != "call_function" and node not in constants]
@@ -338,7 +338,7 @@ def _read_constants(program: Any) -> list[Any]:
 
 
 def _metadata(value: Any) -> Any:
-    """Replace tensors by their shape and dtype."""
+    """Replace each tensor in a value by its shape and dtype, and everything else by None."""
     return tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None, value)
 
 
@@ -387,11 +387,13 @@ def check_attributes(
 ) -> tuple[tuple[str, ...], Mapping[str, Any]]:  # fmt: skip
     """Raise TraceError if a forward reads a tensor attribute that it changes for its next call.
 
-    A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. The
-    check of other changes traces the call a second time, by `again`. It covers numbers, and tensors in attributes
-    without a tensor of this shape before. The second trace starts with the numbers that the first forward stored, and
-    with zeros for tensors. Its graph must equal the first, unless only numbers and flags of modules have changed.
-    Returns notes for the user, and {attribute: new value} of these numbers and flags.
+    A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values.
+
+    If the forward stores numbers, or tensors in attributes that had no tensor of this shape, `again` traces the call a
+    second time. Before it, the attributes are set to these numbers, and to zeros for tensors. The second graph must
+    equal the first. It may differ if all changed attributes are numbers, flags or strings of modules.
+
+    Returns notes for the user, and {attribute: new value} of these numbers, flags and strings.
 
     Args:
         computed: returns the part of a graph that must be equal; by default the entire graph.

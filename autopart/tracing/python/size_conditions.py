@@ -77,7 +77,7 @@ class SizeConditions(list[SizeCondition]):
 
     Args:
         replace: function (frame, name) that is called if a frame calls `int` or `float` with a size. It may raise an
-            exception, so that the trace is repeated with another `int` in the frame's module.
+            exception to repeat the trace with an `int` or `float` in the frame's module that records the call.
     """
 
     def __init__(self, replace: Callable[[FrameType, str], None] = lambda frame, name: None):
@@ -89,9 +89,9 @@ class SizeConditions(list[SizeCondition]):
         self.append(SizeCondition("eq", _expression(value), float(_plain(value)), True))
 
     def with_constants(self, values: Any) -> Any:
-        """Return what Python reads from a constant tensor. Record that its numbers must be equal in all calls.
+        """Return values that Python reads from a constant tensor; record that they must be equal in all calls.
 
-        Such a number may depend on a size: `torch.arange(length).max().item()`.
+        They may depend on a size, which a tensor does not record: `torch.arange(length).max().item()`.
         """
         if isinstance(values, list):
             for value in values:
@@ -115,7 +115,8 @@ class TracedSize(int):
     def __hash__(self) -> int:
         """Return the hash, and record that the size must be equal in all calls.
 
-        A look-up in a dict or set without this key calls no method that could record a comparison.
+        If a dict or set does not contain the size, a look-up calls only `__hash__`, and no method that records a
+        comparison.
         """
         if not _is_torch(sys._getframe(1)):
             self.conditions.record_equal(self)

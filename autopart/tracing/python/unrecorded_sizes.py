@@ -56,8 +56,8 @@ class Spot(NamedTuple):
 def spots_of(code: CodeType) -> Mapping[int, Spot]:
     """Return {offset of an instruction: operation to watch}.
 
-    Such an operation may have a float as its left operand and a size as its right operand. The stack is followed
-    between jumps. Operands from before a jump are unknown, and their operations are left out.
+    The operation is `x.shape.numel()`, or may have a float as its left operand and a size as its right operand. The
+    bytecode's stack is simulated between jump targets. Operations on operands from before a jump target are left out.
     """
     spots: dict[int, Spot] = {}
     stack: list[StackEntry | None] = []

@@ -35,7 +35,7 @@ class UserCheckpoints:
 
     @property
     def found(self) -> tuple[str | None, ...]:
-        """Return the outermost modules that ran in each checkpoint; None for a checkpoint without modules."""
+        """Return the paths of the outermost modules that ran in checkpoints, and None if one ran no module."""
         outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
         return (*outermost, None) if self.unnamed else tuple(outermost)
 

@@ -99,7 +99,8 @@ def passing_answer(
 ) -> bool | Passing | None:  # fmt: skip
     """Return the truth value with which a condition's `assert` or `if ...: raise` passes.
 
-    Returns None if the condition controls more than an error, or if the source cannot be read.
+    For a number in a comparison (`x.item() > 0`), returns a `Passing`. Returns None if the condition controls more than
+    an error, or if the source cannot be read.
 
     Args:
         frame: the frame that evaluates the condition, or a torch function mode that was called for it.
