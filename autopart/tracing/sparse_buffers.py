@@ -11,7 +11,7 @@ from autopart.errors import Refusal, TraceError
 
 
 def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raise TraceError for a sparse or nested input, a sparse trained parameter, or a layout such as CSR."""
+    """Raise TraceError for sparse or nested inputs, sparse parameters, and layouts such as CSR."""
     for name, tensor in inputs.items():
         if tensor.is_nested:
             raise TraceError(
