@@ -174,7 +174,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set a flag or hook of the shard, such as `requires_grad`, which the full tensor shares."""
+    """Call a function whose result for the shard also holds for the full tensor, such as `requires_grad`."""
     return func(*args, **kwargs)
 
 
@@ -244,7 +244,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError on a pipeline if a scalar of one parameter is combined with another parameter."""
+    """Raise UsageError if, under `pp`, a scalar of one parameter (a norm) is added to one of another."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -275,9 +275,9 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the local part of a function's argument, for a result that is sharded by this spec.
+    """Return this rank's part of an argument of an elementwise function whose result has this shard spec.
 
-    Its backward gives the complete gradient of the argument.
+    In backward, partial gradients of the argument are all-reduced.
     """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
@@ -361,7 +361,7 @@ _SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
-    """Allow the step of this optimizer to reduce over a parameter that only one pipeline stage stores."""
+    """Allow an optimizer that treats each parameter separately to reduce over a parameter under `pp`."""
     _SEPARABLE.add(optimizer)
 
 
@@ -442,12 +442,12 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _is_of_stage(spec: ShardSpec) -> bool:
-    """Return True if a reduction over this parameter must be rejected: other stages do not store it."""
+    """Return True if a reduction over this parameter must be rejected, because other stages lack it."""
     return "pp" in spec.process.groups and not _combines_stages()
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark a result of a parameter that other stages lack, so that later reductions are rejected."""
+    """Mark tensors computed from a parameter that other stages lack, so that sums of them are rejected."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 
