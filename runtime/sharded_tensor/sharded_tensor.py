@@ -108,6 +108,7 @@ def as_sharded(
 
     Args:
         kind: class of the result. None: ShardedTensor, with the autograd history of `values`.
+        is_gathered: True if `values` are gathered from shards. Writes to such a copy are rejected.
     """
     with local_values():
         if kind is None:
@@ -119,10 +120,7 @@ def as_sharded(
 
 
 def with_spec(parameter: nn.Parameter, shard_info: ShardInfo) -> nn.Parameter:
-    """Return a local parameter as a ShardedParameter.
-
-    Without `pp`, an unsharded parameter is returned unchanged.
-    """
+    """Return a parameter as a ShardedParameter. Without `pp`, return an unsharded parameter unchanged."""
     shards = tuple(
         DimShard(axis, cut, index)
         for (axis, cut), (_, index) in zip(shard_info.cuts, shard_info.local_splits, strict=True)
@@ -244,7 +242,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError if, under `pp`, a scalar of one parameter (a norm) is added to one of another."""
+    """Raise UsageError if code under `pp` combines one parameter's scalar (a norm) with another parameter."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -447,7 +445,7 @@ def _is_of_stage(spec: ShardSpec) -> bool:
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark tensors computed from a parameter that other stages lack, so that sums of them are rejected."""
+    """Mark tensors computed from a parameter that other stages lack, so that reductions of them raise."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 
