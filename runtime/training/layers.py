@@ -339,7 +339,7 @@ def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
     """Return a plain attribute of an original layer or model, such as its `config`.
 
     Raises MissingAttribute (an AttributeError) if the attribute is a method, a property, a tensor or a module, or does
-    not exist. `spoken` names the layer in the error text.
+    not exist.
     """
     kind = type(layer).__name__
     if name in READ_PROPERTIES and isinstance(getattr(layer, name, None), (torch.dtype, bool)):

@@ -171,7 +171,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A parameter of the constructor, with this rank's shards of it (`kept`) while its memory is freed."""
+    """A parameter of the constructor, with this rank's shards of it while its memory is freed."""
 
     number: int
     parameter: nn.Parameter
