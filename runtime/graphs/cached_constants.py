@@ -31,7 +31,7 @@ class Constants:
 
     Args:
         prologue: the prologue of a stage on this rank. It is changed to return the cached values.
-        sizes: names of the size inputs of the prologue.
+        sizes: names of the prologue's inputs that are integers: batch sizes and sequence lengths.
     """
 
     def __init__(self, prologue: fx.GraphModule, sizes: Collection[str] = ()):

@@ -1,9 +1,9 @@
 """Compile a stage graph block by block: equal blocks are compiled once.
 
-A block consists of the consecutive calls of one numbered module (`layers.3`), found by the module paths of nodes. Two
+A block consists of the consecutive graph nodes of one numbered module (`layers.3`), found by their module paths. Two
 blocks have one kind if their operators, their constants and the metadata of their inputs are equal. Blocks of one kind
-call one compiled function, which takes parameters and activations as inputs. Compile time therefore grows with the
-number of kinds, not with the number of blocks. Calls between blocks, and blocks that are not repeated, are compiled as
+share one compiled function, which takes parameters and activations as inputs. Compile time therefore grows with the
+number of kinds, not with the number of blocks. Nodes between blocks, and blocks that are not repeated, are compiled as
 separate subgraphs. The outer graph stores the parameters and calls the subgraphs. It is not compiled.
 """
 
@@ -64,9 +64,10 @@ def _ranks(module: fx.GraphModule) -> str:
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
-    """Make the salt of each dropout, its number in the model, an input of its block.
+    """Combine seed and salt of each dropout at the start of the graph, outside of all blocks.
 
-    A constant salt would differ between blocks, so that equal blocks could not share compiled code.
+    The salt is the number of the dropout in the model. If it were a constant in a block, equal blocks could not share
+    compiled code.
     """
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -80,7 +81,7 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Partition:
-    """Partition of a stage graph into subgraphs: one for each repeated block, and one for each gap."""
+    """Partition of a stage graph into subgraphs: each repeated block, and the nodes between two of them."""
 
     def __init__(self, module: fx.GraphModule):
         self.module = module
@@ -117,7 +118,7 @@ class _Partition:
                     yield from self._blocks(*sibling, depth + 1)
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Span]]:
-        """Group the blocks of each module list (`layers.0`, `layers.1`). Return lists of index ranges."""
+        """Return, for each module list (`layers`), the index ranges of its blocks (`layers.0`, `layers.1`)."""
         inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         spans: defaultdict[str, list[Span]] = defaultdict(list)
@@ -177,7 +178,7 @@ def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
 
 @dataclass(frozen=True)
 class _Value:
-    """Placeholder for a value in the key of a block, with a number instead of the node's name."""
+    """Reference to a value in a block's key: a number, because names of nodes differ between blocks."""
 
     number: int
 
@@ -228,7 +229,7 @@ def _calling(
 
 
 def _subgraph(calls: Calls) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return (graph that contains these calls, outside values that the graph takes as inputs)."""
+    """Return (graph of these calls, nodes outside of them whose values the graph takes as inputs)."""
     graph = fx.Graph()
     members = set(calls)
     inputs = list(dict.fromkeys(node for call in calls for node in call.all_input_nodes if node not in members))

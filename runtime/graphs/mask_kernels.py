@@ -34,8 +34,8 @@ def specialize_constant_masks(
     """Replace the constant attention masks of a stage by their structure, such as causal.
 
     A mask is constant if it depends on no model input or buffer. This function detects the structure of each constant
-    mask once. Attention kernels then use the structure instead of the mask tensor. If a constant mask has another
-    structure, attention still uses the mask tensor.
+    mask once. Attention kernels then use the structure instead of the mask tensor. If a constant mask has no structure
+    that kernels support, attention still uses the mask tensor.
 
     Returns:
         The rewritten stage, and the names of its constant masks, which need no inspection in later calls of the stage.
@@ -63,9 +63,10 @@ def _analyze_large_masks(
     stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
 ) -> dict[str, MaskStructure]:  # fmt: skip
-    """Return {mask: structure} for masks that would be too large as tensors.
+    """Return {mask name: structure} of masks that would be too large as tensors.
 
-    They are analyzed as key ranges, without computing the mask.
+    The function computes only the ranges of keys to which each query attends. It leaves out masks that have no
+    structure that kernels support.
 
     Args:
         inputs: descriptions of the stage inputs from which the stage graph computes the masks.
@@ -92,10 +93,10 @@ def _analyze_large_masks(
 
 
 def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, int]) -> MaskStructure | None:
-    """Return the structure of a mask: causal, sliding window or full. None if it has another structure.
+    """Return the structure of a mask: causal, sliding window or full; None for any other mask.
 
-    It is also None if the attention calls that use the mask differ in their numbers of queries or keys. In a graph with
-    sizes as inputs, the structure is made independent of the sequence length (`at_any_length`).
+    The result is also None if the attention calls that use the mask differ in their numbers of queries or keys. If the
+    graph takes sizes as inputs, the structure is made independent of the sequence length (`at_any_length`).
     """
     scores = {scores_of(call, sizes) for call in calls}
     if len(scores) > 1:
@@ -116,7 +117,7 @@ class StageMasks:
     Args:
         bind: function that prepares a graph of the stage for this rank.
         without: names of masks to ignore.
-        sizes: names of the size inputs of the stage.
+        sizes: names of inputs that are integers (batch sizes, sequence lengths).
     """
 
     def __init__(

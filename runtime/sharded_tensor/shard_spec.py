@@ -38,7 +38,7 @@ class DimShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key to compare splits. With equal keys, a rank has equal ranges of elements of the dim."""
+        """Key that is equal for two splits if they give each rank the same elements of the dim."""
         return self.axis, self.cut.size, self.cut.sections, self.cut.num_shards
 
 
@@ -115,8 +115,8 @@ class ShardSpec:
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
         """Return `value`, whose backward all-reduces its gradient over `axes`.
 
-        It is for a replicated value that ranks along `axes` combine with different shards of another tensor: each rank
-        then has a partial gradient.
+        It serves if ranks along `axes` combine a replicated value with different shards of another tensor: each rank
+        then computes only a part of the value's gradient.
         """
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):
@@ -152,7 +152,7 @@ def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
 
 @contextmanager
 def reported(process: Process, name: str) -> Iterator[None]:
-    """Context manager: if a collective in it hangs, the watchdog's error names this parameter."""
+    """Context manager: if a collective in it hangs, the watchdog's error names parameter `name`."""
     with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
         yield
 

@@ -108,6 +108,7 @@ def as_sharded(
 
     Args:
         kind: class of the result. None: ShardedTensor, with the autograd history of `values`.
+        is_gathered: True if `values` are gathered from shards. Writes to such a copy are rejected.
     """
     with local_values():
         if kind is None:
@@ -119,10 +120,7 @@ def as_sharded(
 
 
 def with_spec(parameter: nn.Parameter, shard_info: ShardInfo) -> nn.Parameter:
-    """Return a local parameter as a ShardedParameter.
-
-    Without `pp`, an unsharded parameter is returned unchanged.
-    """
+    """Return a parameter as a ShardedParameter. Without `pp`, return an unsharded parameter unchanged."""
     shards = tuple(
         DimShard(axis, cut, index)
         for (axis, cut), (_, index) in zip(shard_info.cuts, shard_info.local_splits, strict=True)
@@ -174,7 +172,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set a flag or hook of the shard, such as `requires_grad`, which the full tensor shares."""
+    """Call a function whose result for the shard also holds for the full tensor, such as `requires_grad`."""
     return func(*args, **kwargs)
 
 
@@ -244,7 +242,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError on a pipeline if a scalar of one parameter is combined with another parameter."""
+    """Raise UsageError if code under `pp` combines one parameter's scalar (a norm) with another parameter."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -275,9 +273,9 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the local part of a function's argument, for a result that is sharded by this spec.
+    """Return this rank's part of an argument of an elementwise function whose result has this shard spec.
 
-    Its backward gives the complete gradient of the argument.
+    In backward, partial gradients of the argument are all-reduced.
     """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
@@ -361,7 +359,7 @@ _SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
-    """Allow the step of this optimizer to reduce over a parameter that only one pipeline stage stores."""
+    """Allow an optimizer that treats each parameter separately to reduce over a parameter under `pp`."""
     _SEPARABLE.add(optimizer)
 
 
@@ -442,12 +440,12 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _is_of_stage(spec: ShardSpec) -> bool:
-    """Return True if a reduction over this parameter must be rejected: other stages do not store it."""
+    """Return True if a reduction over this parameter must be rejected, because other stages lack it."""
     return "pp" in spec.process.groups and not _combines_stages()
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark a result of a parameter that other stages lack, so that later reductions are rejected."""
+    """Mark tensors computed from a parameter that other stages lack, so that reductions of them raise."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 

@@ -256,7 +256,7 @@ def reduce_locally(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], spec: ShardSpec, dims: Sequence[int],
     axes: Sequence[str],
 ) -> Tensor:  # fmt: skip
-    """Reduce this rank's shard, then reduce the results of all ranks along `axes`."""
+    """Reduce this rank's shard over `dims`, then reduce the results of the ranks along the mesh `axes`."""
     value: Tensor = args[0] if args else kwargs["input"]
     value = value.as_subclass(Tensor)
     rest = args[1:]
@@ -294,7 +294,7 @@ def _correction(rest: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _over_ranks(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return a function that combines the ranks' results of a reduction, stacked along dim 0."""
+    """Return the function that reduces the ranks' results, stacked along dim 0, to the full result."""
     if "norm" in name:
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
         power = 2.0 if order is None or order == "fro" else float(order)

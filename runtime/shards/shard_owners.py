@@ -128,16 +128,16 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def registered_processes() -> list[Process]:
-    """Return the `Process` of each partitioned model that has registered parameters in memory."""
+    """Return the `Process` (rank) of each partitioned model whose registered parameters still exist."""
     processes = [shard_info.process for shard_info in _HOMES.values()] + list(_EMPTY.values())
     return list({id(process): process for process in processes}.values())
 
 
 def shard_info_of(parameter: Tensor) -> ShardInfo | None:
-    """Return the shard info of a local parameter, or None if it belongs to no partitioned model."""
+    """Return the `ShardInfo` of a local parameter, or None if it belongs to no partitioned model."""
     return _HOMES.get(parameter)
 
 
 def registered_parameters() -> list[tuple[nn.Parameter, ShardInfo]]:
-    """Return every registered local parameter in memory, with its shard info."""
+    """Return each registered local parameter that still exists, with its `ShardInfo`."""
     return [(parameter, shard_info) for parameter, shard_info in _HOMES.items()]

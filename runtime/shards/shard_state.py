@@ -51,10 +51,9 @@ def flattened_axes(program: Program) -> list[str]:
 
 
 def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Merge the descriptions of parameters of a new program into those of earlier programs.
+    """Return the descriptions of all parameters of earlier programs (`known`) and of a new program.
 
-    Parameters of earlier programs keep their layouts. Raises StageError if a stage of the new program uses such a
-    parameter, and the stage does not store it.
+    Raises StageError if a stage of the new program uses a parameter that earlier programs store only on other stages.
     """
     for name in new.keys() & known.keys():
         assert known[name].layout == new[name].layout, f"'{name}' has another layout in this program"
@@ -86,8 +85,8 @@ def shard_parameters(
 ) -> dict[str, nn.Parameter]:
     """Return {name: local parameter} of the rank at `coordinates`, copied from the model's parameters.
 
-    They have the dtypes and `requires_grad` of the model's parameters. Raises RuntimeSetupError for a parameter on the
-    meta device if `weights` is None.
+    The copies have the model's dtypes and `requires_grad`. Raises RuntimeSetupError for a parameter on the meta device
+    if `weights` is None.
 
     Args:
         stages: stages that the rank runs. None: all stages.
@@ -110,9 +109,9 @@ def shard_parameters(
 
 
 def _shards(source: Mapping[str, Tensor], cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, this rank's shard) of parameters.
+    """Yield (name, this rank's shard) of each parameter in `cuts`.
 
-    `source`: {name: full tensor}. `cuts`: {name: splits of the tensor}.
+    `source`: {name: full tensor}. `cuts`: {name: splits that give this rank's shard}.
     """
     for name, splits in cuts.items():
         if source[name].is_meta:
@@ -129,7 +128,7 @@ def gather(
 ) -> dict[str, Tensor]:
     """Gather {name: full tensor} on every rank from the `local` shards of all ranks. A collective call.
 
-    A parameter is all-gathered on ranks of the first stage that uses it. These ranks broadcast it along `pp`.
+    The ranks of the first stage that uses a parameter all-gather it, then broadcast it along `pp`.
 
     Args:
         names: parameters to gather, equal on every rank.
@@ -172,9 +171,9 @@ def broadcast_from(
 def names_with_gradient(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
-    """Return the names of parameters that have a gradient on the owner rank.
+    """Return the names of parameters that have a gradient on the first pipeline rank that stores them.
 
-    The result is equal on every rank.
+    The result is equal on every rank. A collective call.
     """
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)

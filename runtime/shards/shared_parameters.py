@@ -1,7 +1,7 @@
-"""Parameters of a model that are shared with a second partitioned module, or with the original model.
+"""Checks of parameters that a partitioned module shares with another one, or copied from its original.
 
-Two modules of one model can share a parameter, and each of them can be partitioned. The original model can also be used
-or changed after it was partitioned.
+Two modules of one model can share a parameter, and the user can partition each of them separately. The user can also
+change the original model after it was partitioned.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _SharedShard:
-    """This rank's shard of a parameter of an original model, in a partitioned module, with its layout.
+    """Record of an original parameter's shard that a partitioned module stores on this rank.
 
     Attributes:
-        kind: class name of the model.
+        model: original of the partitioned module.
+        kind: class name of `model`.
+        local: the shard.
     """
 
     model: weakref.ref[nn.Module]
@@ -41,8 +43,8 @@ _SHARED_SHARDS: Any = WeakIdKeyDictionary()
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
     """Return this rank's shard of `full` if another partitioned module has created one; else None.
 
-    The other module is neither a submodule of `model` nor contains it. Raises LayoutError if it has another mesh or
-    layout.
+    Only modules outside of `model` that do not contain it count. Raises LayoutError if the other shard has another mesh
+    or layout, or if the mesh has `pp`.
     """
     for shard in _SHARED_SHARDS.get(full, ()):
         owner, local = shard.model(), shard.local()

@@ -1,7 +1,7 @@
 """Gradient hooks, frozen parameters, and `backward` through a pipeline.
 
-During a step every microbatch accumulates into `.grad`, and ranks reduce these gradients at the end of the step. Hooks
-on parameters run after the reduction, so they get the gradient that a single device would pass to them.
+During a step, each microbatch adds its gradients to `.grad`, and the ranks reduce them. Hooks on parameters run at the
+end of the step, after the reduction, so they get the gradient that a single device would pass to them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def check_model_hooks(model: nn.Module) -> None:
 def trained_names(model: nn.Module, program: Program, known: Collection[str], trained: Collection[str]) -> set[str]:
     """Return the names of the new program's parameters that require a gradient in the original model.
 
-    Raises UsageError on every rank if a parameter was frozen or unfrozen since an earlier program.
+    Raises UsageError on every rank if a parameter of an earlier program was frozen or unfrozen since then.
 
     Args:
         known: names of the parameters of earlier programs.
-        trained: those names in `known` whose parameters required a gradient.
+        trained: names in `known` of parameters that required a gradient at that time.
     """
     trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:
@@ -82,7 +82,8 @@ def backward_error(
     The caller raises the error on all ranks together.
 
     Args:
-        trained: names of parameters that were not frozen at the trace. The program computes no gradients for others.
+        trained: names of parameters that were not frozen when the model was traced. The program computes gradients
+            only for these parameters.
         in_step: True in `step`, which does not run hooks of the module.
     """
     if in_step and module_hooks(module):
@@ -173,10 +174,10 @@ def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
 
 
 def without_backward(outputs: Sequence[Any], program: Program, parameters: Iterable[Tensor]) -> list[Any]:
-    """Change the outputs of a call through a pipeline so that their backward raises UsageError.
+    """Return the outputs of a pipeline's forward, changed so that their backward raises UsageError.
 
-    Returns the outputs. Outputs that need no gradient in the model are unchanged. The others depend on `parameters`, so
-    that `torch.autograd.grad` with respect to parameters raises too.
+    Outputs that require no gradient in the model are unchanged. For autograd, changed outputs depend on `parameters`,
+    so that `torch.autograd.grad(output, parameters)` raises too.
     """
     sent: Any = program.stages[-1].graph.graph.output_node().args[0]
     anchors = [torch.zeros((), requires_grad=True), *parameters]

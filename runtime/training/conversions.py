@@ -1,4 +1,4 @@
-"""Dtype and device conversions of a partitioned model: conversions with an effect are rejected."""
+"""Reject dtype and device conversions of a partitioned model, except those that change nothing."""
 
 from __future__ import annotations
 

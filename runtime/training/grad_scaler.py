@@ -1,7 +1,8 @@
 """Gradient scaling over all ranks: an infinity in one rank's shard of a gradient counts on every rank.
 
-`torch.amp.GradScaler` checks only the gradients of its rank. With torch's class, only some ranks would take a step, and
-the scales of ranks would differ. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
+`torch.amp.GradScaler` checks only the gradients of its rank. With torch's class, only ranks without infinities would
+take a step, and the scales of ranks would differ. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe
+loss scaling.)
 """
 
 from __future__ import annotations
@@ -67,11 +68,10 @@ def patch_grad_scaler() -> None:
 def _unscale(
     original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
 ) -> dict[torch.device, Tensor]:
-    """Divide an optimizer's gradients by the scale.
+    """Divide an optimizer's gradients by the scale, in place of torch's function `original`.
 
-    Return {device: 1.0 if a gradient was not finite, else 0.0}.
-
-    A collective call if the optimizer has parameters of a partitioned model. `original` is torch's function.
+    Returns {device: 1.0 if a gradient was not finite on any rank, else 0.0}. A collective call if the optimizer has
+    parameters of a partitioned model.
     """
     process = process_among(parameters_of(optimizer))
     if process is not None:

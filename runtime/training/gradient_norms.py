@@ -152,14 +152,14 @@ class NormShard:
 
 @dataclass(frozen=True)
 class _Row:
-    """Values that each rank sends to all ranks, so that they can combine a norm.
+    """Values that a rank sends to all ranks for a norm: its local norm, and checks of the call.
 
     Attributes:
         present: 1 if the rank takes part.
         norm: norm of the shards that the rank owns.
         dtypes: set of dtypes of the rank's tensors, one bit per dtype.
         names: checksum of the parameter names in the rank's list.
-        stages: checksum of the rank's pipeline stages.
+        stages: checksum of the mesh and the rank's `pp` coordinate.
         one_of_many: 1 if the rank's list has only one parameter, although more of the rank's parameters have gradients.
     """
 
@@ -174,7 +174,7 @@ class _Row:
 def _norm(
     parts: Sequence[NormShard], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
 ) -> Tensor:
-    """Return the norm of all ranks' shards together with `others`. Shards on several ranks count once.
+    """Return the norm of the shards of all ranks and of `others`. A shard on several ranks counts once.
 
     Args:
         others: replicated tensors that belong to no partitioned model.
@@ -205,7 +205,7 @@ def _norm(
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
     """All-gather the `_Row` (values for a norm) of each rank that takes part in the norm.
 
-    It is implemented as an all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values
+    The all-gather is an all-reduce of a matrix that is zero except for this rank's row. Adding zeros leaves the values
     bitwise unchanged.
 
     Args:
@@ -286,7 +286,7 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Replace `torch.nn.utils.clip_grad_norm_`. `original`: torch's function."""
+    """Clip by the norm over all ranks, in place of torch's function `original`."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     process = _process_among(listed)
     if process is None:
@@ -316,7 +316,7 @@ def _get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Replace `torch.nn.utils.get_total_norm`. `original`: torch's function."""
+    """Return the norm over all ranks, in place of torch's function `original`."""
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     shard_infos = _shard_infos_by_memory()
     with_homes = [(tensor, shard_infos.get(_memory(tensor)) if shard_infos else None) for tensor in listed]
@@ -349,11 +349,11 @@ def check_finite(total: Tensor, asked: bool) -> None:
 
 
 def _process_among(tensors: Sequence[Tensor]) -> Process | None:
-    """Return the process of the first tensor that belongs to a model on several ranks, or None.
+    """Return the `Process` (rank) of the first tensor of a model that is partitioned over several ranks.
 
-    A rank without gradients passes an empty list, but must still take part in the norm. In this case, the result is the
-    process of the model that was partitioned last. Older models are not used, because Python can free them at different
-    times on different ranks.
+    A rank without gradients passes an empty list, but must still take part in the norm. For an empty list, the function
+    assumes the model that was partitioned last. Earlier models may exist on only some of the ranks, because Python can
+    free them at different times. Returns None if there is no such model.
     """
     processes = (process_of(tensor) for tensor in tensors)
     process = next((process for process in processes if process is not None and process.groups), None)
@@ -366,7 +366,7 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
 def _shard_infos_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
     """Return {memory location of a parameter or its gradient: shard info of the parameter}.
 
-    It serves to find the parameter to which a detached gradient belongs.
+    `get_total_norm` receives only gradients. It finds their parameters in this dict.
     """
     shard_infos = {}
     for parameter, shard_info in registered_parameters():

@@ -1,6 +1,7 @@
 """Train or eval mode of the layers of a partitioned model, and attributes with immutable values.
 
-A call with other settings needs another program, so all ranks must have equal settings, and compare them.
+Each combination of these settings is traced and partitioned as a separate program. All ranks must run the same program,
+so they compare their settings.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _MISSING = object()
 class LayerModes:
     """Train or eval modes and attributes that users set on a partitioned model and its layers.
 
-    The partitioned model has one module per layer of the original model, called a branch. A branch stores its mode in
-    `training` and the attributes that users have set in `_set`. `settings` collects both from all branches, if they
-    have changed since `settings` was last used.
+    For each layer of the original model, the partitioned model has a module, called a branch. Its `training` stores the
+    mode, its `_set` the attributes that users have set. `settings` collects both from all branches, and caches the
+    result until they change.
     """
 
     def __init__(self, source: Source) -> None:
@@ -66,7 +67,7 @@ class LayerModes:
 
     @property
     def settings(self) -> Settings:
-        """Modes of layers that differ from the model's mode, and attributes that differ from the original's."""
+        """Layers whose mode differs from the model's, and attributes that differ from the original model's."""
         if self.changed:
             self._collect()
         return self._settings
@@ -118,7 +119,7 @@ class LayerModes:
         self.changed = True
 
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Run a user-defined `train` or `eval` on the original model.
+        """Run a user-defined `train` or `eval` on a layer of the original model, and adopt its changes.
 
         Before the call, the original model gets the modes and attributes of the partitioned model. The user's method
         may change modes, attributes with immutable values, and `requires_grad`. These changes are copied to the
@@ -154,7 +155,7 @@ class LayerModes:
 
 
 def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, module) of a partitioned model or a branch, and of all its descendants."""
+    """Yield (path, module) of a partitioned model, or of one of its modules, and of all modules inside."""
     pending, seen = [root], {id(root)}
     while pending:
         module: Any = pending.pop()

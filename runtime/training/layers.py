@@ -39,7 +39,7 @@ class ModuleProxy(nn.Module):
     _set: dict[str, Any]
 
     def _init_proxy(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
-        """Copy the mode of the original layer, and the names of its parameters and buffers that are None."""
+        """Copy the original layer's mode, and register None for its parameters and buffers that are None."""
         for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
             local.update({name: None for name, value in original.items() if value is None})
         self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
@@ -135,7 +135,7 @@ class ModuleProxy(nn.Module):
 
 
 class LayerProxy(ModuleProxy):
-    """Layer of a partitioned model. It has this rank's tensors, and class and attributes of the original.
+    """Layer of a partitioned model, with this rank's tensors and the original's class and attributes.
 
     `isinstance(pm.layers[0], nn.Linear)` is True. The layer cannot be called: its operators are part of the program.
     """
@@ -256,7 +256,7 @@ class LayerProxy(ModuleProxy):
 class ContainerProxy(LayerProxy):
     """Layer of a partitioned model whose original is a container, such as `nn.Sequential`.
 
-    Other layers must not have container methods, because code tests for them, as in `isinstance(layer, Iterable)`.
+    Only this class has container methods, because user code tests for them, as in `isinstance(layer, Iterable)`.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -338,8 +338,8 @@ def _items(module: ModuleProxy) -> dict[str, Any]:
 def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
     """Return a plain attribute of an original layer or model, such as its `config`.
 
-    Raises MissingAttribute (an AttributeError) if access to the attribute would run the model's code or read its
-    weights.
+    Raises MissingAttribute (an AttributeError) if the attribute is a method, a property, a tensor or a module, or does
+    not exist.
     """
     kind = type(layer).__name__
     if name in READ_PROPERTIES and isinstance(getattr(layer, name, None), (torch.dtype, bool)):
@@ -380,7 +380,7 @@ def _layer_or_none(modes: LayerModes, path: str) -> nn.Module:
 
 
 def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
-    """Raise MissingAttribute for a parameter that only other ranks store."""
+    """Raise MissingAttribute for a parameter that other ranks store, or before the model is traced."""
     if modes.root is not None and modes.root._program is None:
         raise MissingAttribute(
             f"'{name}' is not available yet", why="the model is traced at the first call, and partitioned then",

@@ -133,7 +133,7 @@ class ModuleMethods(ModuleProxy):
         return copied
 
     def _begin_as_copy(self) -> None:
-        """Create new state for steps and gradients, as the copy that `copy.deepcopy` has created."""
+        """Give this copy, which `copy.deepcopy` has created, its own state of steps and gradients."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -155,7 +155,10 @@ class ModuleMethods(ModuleProxy):
         return attribute_of(source.model, name)
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method in READ_METHODS on the original model. Replace a returned layer by this module's layer."""
+        """Run a method in READ_METHODS on the original model.
+
+        If it returns a layer, return this module's layer instead.
+        """
         model = self.__dict__["_source"].model
         needed = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
         try:
@@ -207,7 +210,7 @@ def refuse_wrapper(modules: Any, wrapper: str) -> None:
 
 
 def _is_unconnected(library: str) -> bool:
-    """Return True if a training library was imported after `parallelize`, so that it is not connected."""
+    """Return True if a library was imported after `parallelize`, so that its integration is not loaded."""
     return f"{library}.accelerator" in sys.modules and f"autopart.integrations.{library}" not in sys.modules
 
 

@@ -101,10 +101,10 @@ def report_nonfinite(found: str, origins: str, options: StepOptions, process: Pr
 
 
 class OriginSearch(TorchDispatchMode):
-    """Dispatch mode that finds the first operator whose result has NaN, or new infinity.
+    """Dispatch mode that finds the first operator that computes NaN or infinity from finite arguments.
 
-    It covers forward and backward, but ignores uninitialized memory and collectives. Operators are named by their nodes
-    in `graphs`, and in the graphs that these call.
+    NaN from infinite arguments counts too. The mode covers forward and backward, but ignores uninitialized memory and
+    collectives. It names operators by their nodes in `graphs` and in the submodules of `graphs`.
     """
 
     def __init__(self, graphs: Iterable[fx.GraphModule]):
@@ -114,7 +114,7 @@ class OriginSearch(TorchDispatchMode):
 
     @functools.cached_property
     def graph_of_file(self) -> dict[str, fx.GraphModule]:
-        """{file name of a graph's generated code: the graph}, read after a graph has generated its code."""
+        """{file name of generated code: its graph}. Computed when an operator runs, so the code exists."""
         graphs = [one for root in self.roots for one in root.modules() if isinstance(one, fx.GraphModule)]
         return {code.co_filename: graph for graph in graphs for code in _code_of(graph)}
 
@@ -152,7 +152,7 @@ class OriginSearch(TorchDispatchMode):
         return f"operator {func}"
 
     def _node(self, filename: str, line: int) -> str:
-        """Describe the node that a line of a graph's generated code computes; "" if there is none."""
+        """Describe the graph node that a line of generated code computes; "" if there is none."""
         graph = self.graph_of_file.get(filename)
         target = re.match(r"\s*(\w+)", linecache.getline(filename, line))
         nodes = [] if graph is None or target is None else graph.graph.nodes
@@ -160,13 +160,13 @@ class OriginSearch(TorchDispatchMode):
 
 
 def _code_of(graph: fx.GraphModule) -> list[CodeType]:
-    """Return the generated code of a graph, and the code that was compiled from it if that is older."""
+    """Return a graph's generated code, and the code that `torch.compile` got, which may be older."""
     functions: list[Any] = [type(graph).forward, compiled_from(graph.forward)]
     return [function.__code__ for function in functions if function is not None]
 
 
 def _bad_kinds(values: Any) -> Iterator[str]:
-    """Yield "nan" and "inf" for values, at any depth, that contain them. Numbers count as values."""
+    """Yield "nan" or "inf" for each tensor or float, in nested `values`, that contains it."""
     if isinstance(values, Mapping):
         values = values.values()
     elif isinstance(values, float):
@@ -202,8 +202,8 @@ def origins_on_all_ranks(origin: str, begins: Mapping[str, Any], process: Proces
 
     Args:
         origin: `OriginSearch.origin` of this rank.
-        begins: {name: input or local parameter} of the step. If some have NaN, they are the origin. Those with infinity
-            are named after the origin, because infinity can be intended, such as in a mask.
+        begins: {name: input or local parameter} of the step. If any of them have NaN, they are the origin. The text
+            names those with infinity last, because infinity can be intended, as in a mask.
     """
     bad = [f"'{name}' {text} before the step" for name, value in begins.items() if (text := bad_entries(value))]
     nans = [text for text in bad if " nan" in text]

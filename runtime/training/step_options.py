@@ -142,7 +142,7 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
-    """Make the current call divide the sum of the labels' losses by `num_tokens`. A collective call.
+    """Make the current step divide the sum of the labels' losses by `num_tokens`. A collective call.
 
     Raises InputError on every rank if the loss is not a mean over labels, or if the batch has more than `num_tokens`
     labels.

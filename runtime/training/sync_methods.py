@@ -26,7 +26,7 @@ class SyncMethods:
     _reset_executables: Callable[[], None]
 
     def _adopt_sync(self, program: Program) -> None:
-        """Choose the data-parallel synchronisation for a new program of the module."""
+        """Pass a new program to the object that synchronizes data ranks; replace the object if necessary."""
         self._data_sync = sync_for(program, self._data_sync)
         self._data_sync.adopt(program, self._local_parameters)
 
@@ -79,7 +79,7 @@ class SyncMethods:
 
         Save it with the model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh. State that
         differs between data ranks is a tensor of shape [data ranks, *shape]. State that is added to gradients, such as
-        compression errors, is in units of the gradient of one rank's mean loss.
+        compression errors, has the scale of a gradient of one rank's mean loss.
 
         Args:
             data_ranks: number of data ranks that saved the checkpoint. Pass it if you load on another number of data
@@ -96,7 +96,7 @@ class SyncMethods:
 
     @meeting
     def load_dp_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load state in the form that `dp_sync_state_dict` returns. Load the model's state before.
+        """Load the state that `dp_sync_state_dict` has returned. Load the model's state before this call.
 
         If another number of data ranks saved it, each rank loads the mean over the ranks that saved it. Raises
         CheckpointError if the state does not fit the module's `dp_sync`.

@@ -51,7 +51,7 @@ class ReadsEarlier(Exception):
 
 
 def constructor_of(model: nn.Module) -> Build | None:
-    """Return a function that calls the model's class with the model's config, as for transformers.
+    """Return a function that constructs the model from its class and its config, as in transformers.
 
     Returns None if the model has no config, or its class takes other arguments.
     """
@@ -74,12 +74,12 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a model's constructor, starting from the current state of torch's CPU generator.
+    """Runner of a model's constructor. All runs start from one state of torch's CPU random generator.
 
-    Afterwards the state of the generator is restored.
+    This is the generator's state when the object is created. Each run restores the generator's state at its end.
 
     Args:
-        draws_matter: True if random values in buffers must be as in a run on one device.
+        draws_matter: True if buffers with random values must have the values of a run on one device.
 
     Attributes:
         buffers: {name: tensor} of the constructed model's buffers and plain tensor attributes.
@@ -108,7 +108,7 @@ class Constructor:
         return self._run(shard, cuts)
 
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Run the constructor, and compute the shards of each parameter by `shard`. Return {name: shard}."""
+        """Run the constructor. Return {name: shard} for the names in `wanted`, as `shard` computes them."""
         run = _OneAtATime(self.order, shard)
         try:
             if not self._at_once:
@@ -171,7 +171,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A parameter whose memory is managed, with its shards after the memory is freed."""
+    """A parameter of the constructor, with this rank's shards of it while its memory is freed."""
 
     number: int
     parameter: nn.Parameter
@@ -180,9 +180,9 @@ class _Tracked:
 
 
 class _OneAtATime(TorchDispatchMode):
-    """Dispatch mode in which parameters have memory only while the constructor works on them.
+    """Dispatch mode in which only the parameters that the constructor used last have memory.
 
-    The parameters in memory are together no larger than the model's largest parameter.
+    Together they are no larger than the largest parameter, unless one operator uses more.
 
     Attributes:
         order: names of each parameter, in order of registration.

@@ -32,7 +32,7 @@ class LazyTensor:
     dtype: torch.dtype
 
     def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
-        """Read a rectangular slice into `out`. It starts at the index `offsets` and has the shape of `out`."""
+        """Read into `out` the rectangular slice that starts at the index `offsets` and has the shape of `out`."""
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:

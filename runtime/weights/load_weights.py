@@ -42,7 +42,7 @@ class WeightSource(Protocol):
     """Source of weights: files, or a constructor.
 
     Attributes:
-        subject: (name, text) that describes the source. Ranks compare the text.
+        subject: (name, text) of what the ranks compare, so that all load the same weights.
         notes: warnings for the user.
     """
 
@@ -53,7 +53,7 @@ class WeightSource(Protocol):
     def notes(self) -> Sequence[str]: ...
 
     def non_parameters(self) -> Mapping[str, Tensor]:
-        """{name: tensor} of buffers and of tensors that are plain attributes."""
+        """Return {name: tensor} of buffers and of tensors that are plain attributes of modules."""
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's shard) of parameters, in CPU memory."""
@@ -128,7 +128,7 @@ def _origin(model: nn.Module, source: Any) -> WeightSource:
 
 
 class Construction:
-    """Source of a model's weights: the user's function that constructs the model."""
+    """Source of a model's weights: a function that constructs the model and so initialises its weights."""
 
     def __init__(self, model: nn.Module, build: Callable[[], nn.Module]):
         self._constructor = Constructor(build)
@@ -273,7 +273,7 @@ def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _misfits(name: str, tensor: LazyTensor, expected: Tensor) -> Iterator[str]:
-    """Yield a text for each tensor of the files whose shape or dtype does not fit the model."""
+    """Yield a text if a tensor of the files does not fit the model's tensor `expected` in shape or dtype."""
     if tensor.shape != tuple(expected.shape):
         yield f"'{name}' is {list(tensor.shape)}, in the model {list(expected.shape)}"
     elif tensor.dtype != expected.dtype and not {tensor.dtype, expected.dtype} <= FLOATS:
@@ -297,7 +297,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
-    """Return a list with a warning about tensors whose dtypes are converted on loading; [] without any."""
+    """Return [warning] if loading converts dtypes of tensors to those of the model (`forms`), else []."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
@@ -334,7 +334,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the model with parameters on meta, and `non_parameters` as its other tensors.
+    """Return a copy of the model, whose parameters have no memory, with `non_parameters` as other tensors.
 
     Raises CheckpointError if a buffer or other tensor has no values.
     """

@@ -64,7 +64,7 @@ class SafetensorsFiles:
 
         Args:
             window: index of the slice.
-            size_bytes: size of the rows that contain the slice. Reading the slice brings all of these rows into memory.
+            size_bytes: size of the tensor's rows that contain the slice. Reading it loads these rows into memory.
         """
         if self._mapped_bytes + size_bytes > self._largest_bytes:
             self._close()
