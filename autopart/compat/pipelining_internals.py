@@ -35,8 +35,8 @@ def schedule_class(schedule: str) -> Any:
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
     """Return {rank: its actions in order} for a torch pipeline schedule.
 
-    torch's code computes the actions, without starting processes. The part of this code that adds sends and receives is
-    skipped, because it takes minutes for large pipelines.
+    Torch's code computes the actions, without starting processes. The part that adds sends and receives is skipped,
+    because it takes minutes for large pipelines.
     """
     from torch.distributed import pipelining
 

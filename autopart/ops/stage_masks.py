@@ -137,9 +137,9 @@ def scores_of(call: fx.Node, sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, 
 
 
 def at_any_length(structure: MaskStructure, queries: int, keys: int) -> MaskStructure | None:
-    """Replace numbers of keys in a mask structure by `ALL` if they grow with the sequence length.
+    """Replace the width of a window in a mask structure by `ALL` if it covers the full sequence.
 
-    Masks of one kind, such as causal masks, then have equal structures at every length.
+    Masks of one kind, such as causal masks, then have equal structures at every sequence length.
 
     Returns None if no kernel supports the structure.
 
