@@ -194,7 +194,7 @@ def verify_loop(
     time_limit_s: float = 600.0,
     **options: Unpack[RunOptions],
 ) -> LoopVerification:
-    """Prove a training function: compare a run of the model with a run on every rank.
+    """Prove that a training function trains the partitioned model as it trains the original model.
 
     The model runs in one process; the partitioned model runs on every rank. All runs are in float64 on the CPU, in
     forked processes with one seed. The comparison covers each loss (of `backward()` and `step`), all gradients before
@@ -208,7 +208,7 @@ def verify_loop(
         mesh, model, plan: as in `parallelize`. The axes of the mesh must be named.
         batches: passed to `fn` as a list; floating-point tensors become float64.
         example_args, example_kwargs: one call of the model, as in `parallelize`.  [default: the first batch; if it is a
-            dict, its entries that the model takes]
+            dict, its entries that the model accepts]
         tolerance: largest difference, relative to the largest value.
         time_limit_s: time limit of one run, in seconds.
         **options: `RunOptions`.

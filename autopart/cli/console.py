@@ -79,8 +79,8 @@ def _wrapped_line(line: str, width: int) -> str:
 def reports_errors(command: Command) -> Command:
     """Decorate a command: show the progress of long work, and print errors as text, with exit code 2.
 
-    With several ranks, only rank 0 prints an error at once, because the other ranks usually have an equal error.
-    Another rank waits some seconds, and prints its error if no launcher has stopped it by then.
+    With several ranks, only rank 0 prints an error at once, because the other ranks usually have the same error.
+    Each other rank waits some seconds, and prints its error if the launcher has not stopped it by then.
     """
 
     @wraps(command)

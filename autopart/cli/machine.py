@@ -32,7 +32,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Yield the lines of the report in the order of printing."""
+    """Return the lines of the report in the order of printing."""
     return [*_software(), *_backends(), *_machine()]
 
 

@@ -130,7 +130,7 @@ class CommandOptions:
             meta: create the weights on the meta device, if the user gave no `--meta` or `--no-meta`.
             short: use short example sequences for `--hf-config`, if the user gave no `--sequence`. For commands that
                 run the model.
-            note_printed: do not print the note on the example, because an earlier call has printed it.
+            note_printed: True if an earlier call has printed the note on the example, so that this call must not.
         """
         from autopart.recipe.model_source import SourceOptions, from_callable, from_hf_config
 

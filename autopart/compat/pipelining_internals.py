@@ -20,7 +20,7 @@ _SCHEDULES = {
 def schedule_class(schedule: str) -> Any:
     """Return torch's class of a pipeline schedule.
 
-    The import of `torch.distributed.pipelining` is inside the function, because it also imports torch.compile. That
+    The function imports `torch.distributed.pipelining` only when it is called: this also imports torch.compile, which
     takes as long as importing torch.
     """
     from torch.distributed import pipelining
@@ -35,8 +35,8 @@ def schedule_class(schedule: str) -> Any:
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
     """Return {rank: its actions in order} for a torch pipeline schedule.
 
-    torch's code computes the actions, without starting processes. The part of this code that adds sends and receives is
-    skipped, because it takes minutes for large pipelines.
+    Torch's code computes the actions, without starting processes. The part that adds sends and receives is skipped,
+    because it takes minutes for large pipelines.
     """
     from torch.distributed import pipelining
 
@@ -62,7 +62,7 @@ def stage_class() -> Any:
     A rank never sends to itself in the first handshake. In torch 2.11 a rank with two neighbouring stages (zbv,
     dualpipev) would do so, which gloo rejects. The class also calls `after_backward` as soon as a microbatch's weight
     gradients have been computed. On torch's "fake" backend, whose ranks receive nothing, it does not wait for the other
-    stages' vote on whether shapes are known: here they always are.
+    stages' vote on whether shapes are known: in autopart, shapes are always known.
     """
     from torch.distributed import pipelining
 

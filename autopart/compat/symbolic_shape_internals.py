@@ -85,8 +85,8 @@ def many_elements(
     """Decide conditions on data-dependent sizes during a trace.
 
     If torch's own code tests whether a data-dependent size is 0 or 1, the result is False. This is safe, because
-    torch's kernels for larger sizes also handle sizes 0 and 1. Layers of torch count as the model's code if the size
-    depends on inputs alone.
+    torch's kernels for larger sizes also handle sizes 0 and 1. If the size depends on inputs alone, a condition in a
+    layer of torch (`torch.nn`) counts as a condition in the model's code.
 
     Args:
         answer_model: decides a condition in the model's code. Its arguments are the frame that evaluates the condition

@@ -69,12 +69,12 @@ def generate_code(module: fx.GraphModule) -> None:
 
 
 def compiled_apart(function: Callable[..., Any], tag: str, dynamic: bool | None) -> Callable[..., Any]:
-    """Compile a function with inductor. Its entries in the on-disk cache depend on `tag`.
+    """Compile a function with inductor, with `tag` in the keys of inductor's on-disk cache.
 
     Functions share an entry of this cache only if their tags are equal.
 
     Args:
-        dynamic: the argument of this name of `torch.compile`.
+        dynamic: argument `dynamic` of `torch.compile`.
     """
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
@@ -370,8 +370,8 @@ def exporting() -> AbstractContextManager[None]:
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Make non-reentrant `torch.utils.checkpoint(function)` a plain call, inside a `with` block.
 
-    The call runs inside the context manager `around(function)`. Nothing is recomputed, and the random state is neither
-    saved nor restored.
+    The plain call runs inside the context manager `around(function)`. Nothing is recomputed, and the random state is
+    neither saved nor restored.
     """
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:

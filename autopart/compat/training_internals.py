@@ -26,9 +26,9 @@ def in_backward() -> bool:
 
 
 def backward_traceback() -> list[str]:
-    """Return the Python stack of the forward of the running backward; [] if none runs.
+    """Return the Python stack of the forward call whose backward is running; [] if no backward is running.
 
-    Anomaly detection records it.
+    Only torch's anomaly detection records this stack.
     """
     node = torch._C._current_autograd_node()
     metadata: Any = {} if node is None else node.metadata  # torch declares it as a method

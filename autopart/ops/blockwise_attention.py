@@ -82,8 +82,8 @@ class KeyBlockVisit:
     def _is_causal(self) -> bool:
         """True if the keys are local and every query attends exactly the keys up to its own position.
 
-        A rank can have several chunks of the sequence (zigzag). The chunks are sorted by position, so one causal kernel
-        call over the local shard gives the right result.
+        If a rank has several chunks of the sequence (zigzag), they are sorted by position. So one causal kernel call
+        over the local shard gives the right result.
         """
         chunks = self.cut.spans(self.here)
         return self.rank == self.here and len(self.runs) == len(chunks) and all(

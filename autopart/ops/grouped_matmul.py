@@ -48,8 +48,8 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
 def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) -> Tensor:
     """Compute the weight gradient of `expert_linear`: per local expert, a sum of outer products.
 
-    The sum is over the rows i with `expert[i]` equal to the expert's index; each product is that of `x[i]` and `y[i]`.
-    `expert_linear` explains the arguments. The result has the shape [local experts, inputs, outputs].
+    The gradient of an expert is the sum of `outer(x[i], y[i])` over the rows i of this expert. `expert_linear` explains
+    the arguments. The result has the shape [local experts, inputs, outputs].
     """
     rows, counts, _ = _by_expert(expert, first, num_experts)
     if _has_kernel(x, y):
@@ -75,9 +75,9 @@ def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Te
 
 
 def _sizes(counts: Tensor, rows: Tensor) -> list[int]:
-    """Return the number of rows of each local expert, and as last entry that of all other experts.
+    """Return the number of rows of each local expert. The last entry is the number of all other rows.
 
-    Waits for the GPU, because the numbers are copied to the CPU.
+    The function waits for the GPU, because it copies these numbers to the CPU.
     """
     sizes: list[int] = counts.tolist()
     return [*sizes, rows.numel() - sum(sizes)]
@@ -100,8 +100,8 @@ def to_experts(
             token, and so on.
         times: number of experts per token.
         num_experts: number of experts of the model.
-        first, count: index of the first local expert, and number of local experts, clamped to `num_experts`. Count -1:
-            all experts.
+        first, count: index of the first local expert, and number of local experts, clamped to `num_experts`. If `count`
+            is -1, all experts are local.
         rows: expected number of local rows, used for meta tensors.
     Returns:
         The rows whose expert is local, in the order of `expert`.

@@ -84,7 +84,7 @@ class KeyRanges(NamedTuple):
     def band(self) -> MaskWindow | None:
         """Return the sliding window by which these key ranges are defined.
 
-        None if they are not those of a sliding window, if samples differ, or if some query attends no key.
+        Returns None if no sliding window has these ranges, if samples differ, or if some query attends no key.
         """
         bounds = self.equal_for_samples()
         if bounds is None:
@@ -102,8 +102,8 @@ class KeyRanges(NamedTuple):
 def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
     """Return True if `query` belongs to the `QueryRun` that begins with query `start`.
 
-    All queries between them belong to it. In a run, `first` stays constant for some queries, then increases by one per
-    query. `end` increases by one per query, then stays constant.
+    The queries from `start` to `query` - 1 belong to this run already. In a run, `first` stays constant for some
+    queries, then increases by one per query. `end` increases by one per query, then stays constant.
     """
     begins, ends = first[query] - first[query - 1], end[query] - end[query - 1]
     has_risen, has_stayed = first[query - 1] > first[start], query - start > 1 and end[query - 1] == end[query - 2]

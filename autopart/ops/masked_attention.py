@@ -25,7 +25,9 @@ With fewer, calls cost more than skipped keys.
 
 
 def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
-    """Return the sliding window of a mask, None if the mask is not one or differs between samples.
+    """Return the sliding window that a mask describes.
+
+    Returns None if the mask describes no sliding window, or differs between samples.
 
     Args:
         mask: any shape that broadcasts to [..., queries, keys]. Boolean: true if attended. Floating point: added to the
@@ -59,9 +61,9 @@ def _distinct(mask: Tensor) -> Tensor:
 
 
 def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two boolean tensors: the attended pairs of query and key, and True if all others are masked.
+    """Return two boolean tensors: the attended pairs of query and key, and a scalar.
 
-    The second tensor is a scalar. It is False if the mask adds a finite bias to a score.
+    The scalar is True if all other pairs are masked. It is False if the mask adds a finite bias to a score.
     """
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
@@ -80,7 +82,7 @@ def blocks_fit(band: MaskWindow, length: int) -> bool:
 
 
 def _blocks(band: MaskWindow) -> tuple[int, int, int]:
-    """Return a block's number of queries, and how many keys before and after its own it reads."""
+    """Return the queries per block, and the keys that a block reads before and after its own positions."""
     block = max(*band, _SMALLEST_BLOCK)
     return block, block * (band.before > 0), block * (band.after > 0)
 

@@ -1,7 +1,7 @@
 """The custom operators `torch.ops.autopart.*`: their schemas, and implementations of the local ones.
 
 Each conversion between placements (`autopart.ir.layout.CONVERSIONS`) is one operator. Its forward is one collective or
-local operation, and so is its backward. `own` keeps the value on the first rank of the axis, and zeros on others:
+local operation, and so is its backward. `own` returns the value on the first rank of the axis, and zeros on the others:
 
     all_reduce, sum_grad, own, own_grad, own_both, all_reduce_both, all_reduce_max (x, axis)
     slice, slice_pad, all_gather, all_gather_sum, reduce_scatter                   (x, axis, dim, size, sections)
@@ -95,7 +95,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
         x: the value.
         p: probability to drop an element.
         seed: one number, the microbatch's seed; or two numbers from `with_salt`.
-        salt: number of the operator in the model. None: it is in `seed`.
+        salt: number of the operator in the model. None: `seed` contains the salt.
         shard: coordinates that identify the local shard.
     """
     if type(x) is Tensor:

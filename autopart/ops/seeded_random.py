@@ -21,7 +21,7 @@ def seeded(device: torch.device, seed: Tensor, salt: int | None, shard: Sequence
     Args:
         device: device of the generator.
         seed: one number, the microbatch's seed; or two numbers, seed and salt.
-        salt: number of the operator in the model. None: it is in `seed`.
+        salt: number of the operator in the model. None: `seed` contains the salt.
         shard: coordinates of the local shard.
     """
     generator = _default_generator(device)

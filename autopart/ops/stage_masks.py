@@ -137,9 +137,9 @@ def scores_of(call: fx.Node, sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, 
 
 
 def at_any_length(structure: MaskStructure, queries: int, keys: int) -> MaskStructure | None:
-    """Replace numbers of keys in a mask structure by `ALL` if they grow with the sequence length.
+    """Replace the width of a window in a mask structure by `ALL` if it covers the full sequence.
 
-    Masks of one kind, such as causal masks, then have equal structures at every length.
+    Masks of one kind, such as causal masks, then have equal structures at every sequence length.
 
     Returns None if no kernel supports the structure.
 
@@ -209,9 +209,9 @@ def with_mask_structure(
 
 
 def as_traced(program: Program) -> Program:
-    """Rewrite a program's graphs for the mask structures in the traced call, and return the program.
+    """Rewrite a program's graphs for the mask structures of the traced call, and return the program.
 
-    `passes/facts/mask_facts.py` has found these structures.
+    `passes/facts/mask_facts.py` has found these structures, such as a causal mask.
     """
     stages = []
     for stage in program.stages:
@@ -358,8 +358,8 @@ def _repeated(heads: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Match K/V heads that are repeated for grouped-query attention, by `expand` and `reshape`.
 
     The repeated heads have the shape [b, g * r, s, d]. Here g is the number of K/V heads, and each is repeated r times.
-    A transposition with the sequence dim can follow. Returns the input of the `expand`, the index of its dim of size g,
-    and r. None for other nodes.
+    After these, a call can transpose the heads and the sequence. Returns the input of the `expand`, the index of its
+    dim of size g, and r. Returns None for other nodes.
     """
     dim, source = 1, heads
     if _calls(source, "transpose") and {axis % 4 for axis in source.args[1:]} == {1, 2}:
@@ -405,9 +405,10 @@ def _erase(node: fx.Node) -> None:
 
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:
-    """Return a copy of a stage's prologue without the stage inputs whose entry in `is_read` is False.
+    """Return a copy of a stage's prologue without the outputs whose entry in `is_read` is False.
 
-    The prologue is the graph that computes the inputs of a stage, its first outputs, from the inputs of the model.
+    The prologue is the graph that computes the inputs of a stage from the inputs of the model. Its first outputs are
+    these stage inputs.
     """
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(prologue.graph, {})

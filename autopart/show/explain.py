@@ -258,7 +258,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _uneven(plan: Plan) -> str:
-    """Describe the expert load that predicted memory assumes, and the memory at the largest load."""
+    """Describe the expert load assumed for the predicted memory, and the memory at the largest load."""
     if "worst_memory_bytes" not in plan.cost:
         return ""
     load = f"{plan.balance:g} times the mean number" if plan.balance > 1 else "the mean number"

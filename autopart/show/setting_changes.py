@@ -76,7 +76,7 @@ def _changes(plan: Plan, table: Table) -> Iterator[SettingChange]:
 
 
 def _schedule_on(mesh: Mesh, schedule: Schedule) -> Schedule:
-    """Return the schedule for a changed mesh: none without `pp`, and 1F1B if `pp` is new."""
+    """Return the schedule for a changed mesh: no schedule without `pp`, 1F1B if the old mesh had no `pp`."""
     if mesh.size("pp") == 1:
         return Schedule(None, schedule.microbatches, 1)
     return schedule if schedule.name is not None else replace(schedule, name="1f1b")

@@ -62,7 +62,7 @@ class _Condition(NamedTuple):
 
 
 def skipped_code_of(frame: FrameType | None) -> Skipped | None:
-    """Return the code that a frame's condition can skip.
+    """Return the code that can be skipped by the condition that a frame is evaluating.
 
     Returns None if the code does more than write to tensors.
     """
@@ -71,9 +71,10 @@ def skipped_code_of(frame: FrameType | None) -> Skipped | None:
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """Return the code that a frame skips if a length is 0.
+    """Return the code that can be skipped by the test of a length, such as `if len(x) > 0:`.
 
-    Returns None if the code does more than write to tensors.
+    `frame` is evaluating this test. Returns None for any other condition, or if the code does more than write to
+    tensors.
     """
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
@@ -149,8 +150,8 @@ def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -
 def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
     """Return the statements that an `if` can skip; [] if it has an `else`, or can skip no statement.
 
-    They are the body of the `if`. If the body begins with `continue` or `return`, they are the statements after the
-    `if`.
+    If the body of the `if` begins with `continue` or `return`, these are the statements after the `if`. Otherwise, they
+    are the body.
     """
     if statement.orelse:
         return []
@@ -234,7 +235,7 @@ class _OnlyWrites:
         return is_same and ast.unparse(value.func.value) == target.id  # type: ignore[attr-defined]
 
     def _makes(self, target: ast.expr) -> bool:
-        """Record the names that an assignment sets. Return True if no other code reads them."""
+        """Record the names that an assignment sets. Return True if no other code reads its targets."""
         names = _names(target, ast.Store)
         self.made |= names
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
@@ -250,9 +251,9 @@ class _OnlyWrites:
 
 
 class _Behind:
-    """Analysis of the rest of a function, outside of the statements that a condition can skip.
+    """Analysis of the code of a function outside of the statements that a condition can skip.
 
-    `reads`: names that this code reads and that the skipped statements may have assigned.
+    `reads`: names that this code reads and whose value the skippable statements may have assigned.
     """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:

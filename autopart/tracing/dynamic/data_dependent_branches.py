@@ -73,9 +73,9 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the outcome of a condition for which Python runs the code that the condition can skip.
+        """Return the outcome of a condition, True or False, with which Python runs the skippable code.
 
-        Returns None if that code does more than write to elements of tensors.
+        Returns None if the skippable code does more than write to elements of tensors.
 
         Args:
             frame: frame that evaluates the condition.
@@ -323,7 +323,7 @@ class _SkippedCode:
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
     def _writes_nothing(self, node: fx.Node) -> bool:
-        """Return True for a write that affects only selected elements, so nothing if no element is selected."""
+        """Return True for a write to selected elements only: it has no effect if no element is selected."""
         if operator_name(node).removeprefix("aten::") not in OUT_OF_PLACE:
             return False
         places = [argument(node, name) for name in ("indices", "index", "mask")]

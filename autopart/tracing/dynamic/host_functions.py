@@ -58,7 +58,7 @@ exchange = ContextVar("runs a host function, and returns the first rank's result
 
 
 def _operators(*names: str) -> list[Callable[..., Any]]:
-    """Return the operators of numpy arrays that have these names, as host functions."""
+    """Return host functions that call the methods of numpy arrays with these names, such as `__add__`."""
 
     def operator_of(name: str) -> Callable[..., Any]:
         return lambda *operands: host_function(getattr(np.ndarray, name))(*operands)
@@ -119,7 +119,10 @@ class HostArray(IndexList):
 
 
 def array_of(tensor: Tensor, func: Callable[..., Any]) -> HostArray:
-    """Return a stand-in for `tensor.numpy()`. Raises an exception for `__array__`, which needs the values."""
+    """Return a stand-in for `tensor.numpy()`.
+
+    If `func` is `__array__`, numpy needs the values, and an exception is raised (see `need_values`).
+    """
     if func is Tensor.numpy:
         return HostArray(tensor.detach())
     need_values(tensor)

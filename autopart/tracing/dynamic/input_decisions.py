@@ -60,7 +60,7 @@ class InputDecisions:
     Attributes:
         guards: the values that Python got.
         sites: code positions of the reads for which Python gets real values in place of symbols.
-        symbolic: the reads for which Python got a symbol, as {source location: True if it reads floats}.
+        symbolic: the reads for which Python got a symbol, as {source location: True if floats are read there}.
     """
 
     def __init__(self, known: ConcreteConstants, arrays: NumpyMemory, check: Callable[[], None]):

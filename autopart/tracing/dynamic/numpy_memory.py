@@ -1,8 +1,8 @@
 """Numpy arrays that share memory with a tensor in eager torch, but not in a trace.
 
-A tensor from an array (`torch.from_numpy`) is stored once in a trace, with the values at its end. An array from a
-tensor (`tensor.numpy()`) is a copy in a trace. If the forward changes such an array, eager torch can read other values
-than the program. The trace is then refused.
+A tensor made from an array (`torch.from_numpy`) becomes a constant of the trace, with the values that the array has at
+the end of the trace. An array made from a tensor (`tensor.numpy()`) is a copy in a trace. If the forward changes such
+an array, eager torch can read other values than the program. The trace is then refused.
 """
 
 from __future__ import annotations

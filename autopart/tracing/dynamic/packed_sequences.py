@@ -5,7 +5,7 @@ A recurrent layer runs on the padded sequence. The final state of a sample is it
 additional input feature carries the cell state of an LSTM over padded steps: it closes the input gate and opens the
 forget gate. The backward direction runs forward on a sequence whose valid steps are reversed.
 
-The trace reads only the largest length as a number. A call with another largest length is traced again.
+Of the lengths, only the largest is a Python number in the trace. A call with another largest length is traced again.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ class _Guards:
     ) -> tuple[fx.Node, fx.Node]:
         """Return the two values, one of each side, between which the branch selects.
 
-        If one of them is from before the branch, it may be computed a second time by `_second`.
+        A value that was computed before the branch may be computed a second time, by `_second`.
 
         Args:
             is_inside: True if the full trace computes `own` inside of the branch.
@@ -378,9 +378,9 @@ class _Guards:
     def _second(self, node: fx.Node, condition: fx.Node, side: bool) -> fx.Node:
         """Compute a value a second time, from graph inputs that get a gradient only if the value is selected.
 
-        Used if the branch replaces the value by a value that does not depend on it. The value's own derivative may then
-        be infinite or NaN. The inputs of the original value cannot be selected in this way, because the condition is
-        computed after it.
+        Needed if the branch replaces this value by one that is not computed from it. The derivative of this value may
+        then be infinite or NaN. The inputs of the original value cannot be selected in this way, because the condition
+        is computed after the original value.
         """
         again: dict[fx.Node, fx.Node] = {}
         before = ancestors_of([node])

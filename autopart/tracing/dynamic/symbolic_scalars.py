@@ -100,8 +100,8 @@ class SymbolicScalars:
     def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
         """Return the call with overload `target`, which accepts a tensor in place of each scalar.
 
-        The result keeps its dtype: a scalar operand does not change the dtype, but a tensor operand could, so the
-        tensor is cast.
+        The result has the dtype of the result of `node`. A tensor operand could change this dtype, which a scalar
+        operand does not do, so the tensor or the result is cast.
         """
         wanted = value(node)
         declared = target._schema.arguments

@@ -241,9 +241,10 @@ class _Rewriter:
     # Sizes
 
     def _sized(self, node: fx.Node) -> fx.Node | None:
-        """Replace a data-dependent size argument of a view or factory call by its known maximum.
+        """Replace the data-dependent sizes in a view or a factory call such as `zeros`.
 
-        Returns None for all other calls.
+        The sizes in a view become their maxima, and the result is None. For a factory call, the result is a new call
+        that computes a tensor of these sizes. Returns None for all other calls.
         """
         name = operator_name(node).removeprefix("aten::")
         if name in _VIEWS:
@@ -320,7 +321,7 @@ class _Rewriter:
     # Means
 
     def _mean(self, node: fx.Node) -> fx.Node | None:
-        """Rewrite a mean over a data-dependent number of elements as their sum divided by that number."""
+        """Rewrite a mean over a data-dependent number of elements as a sum divided by that number."""
         name = operator_name(node)
         reduces = is_operator(node.target) and name not in _BY_LABELS and argument(node, "reduction") == _MEAN
         if name != "aten::mean" and not reduces:
