@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 def compiled(module: fx.GraphModule, serves_all_sizes: bool = False) -> fx.GraphModule:
-    """Compile the stage graph of this rank. Each recompute region becomes one checkpointed call in it.
+    """Compile this rank's stage graph. Each region that backward recomputes becomes one checkpointed call.
 
     Args:
         serves_all_sizes: True if the graph runs with many sequence lengths and batch sizes. When the second size
@@ -56,7 +56,7 @@ def _compile(module: fx.GraphModule, serves_all_sizes: bool) -> fx.GraphModule:
 def _ranks(module: fx.GraphModule) -> str:
     """Return the process's rank in each process group of a graph, as text for torch's compile cache key.
 
-    Without this text in the key, a rank would load code from the cache on disk that was compiled for another rank.
+    Without the text, a rank would load code from the disk cache that was compiled for another rank.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
@@ -64,9 +64,10 @@ def _ranks(module: fx.GraphModule) -> str:
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
-    """Make the salt of each dropout, its number in the model, an input of its block.
+    """Combine each dropout's seed and salt outside of its block, and pass the result to the block.
 
-    A constant salt would differ between blocks, so that equal blocks could not share compiled code.
+    The salt is the number of the dropout in the model. As a constant in the block, it would make equal blocks differ,
+    so that they could not share compiled code.
     """
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -80,14 +81,14 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Partition:
-    """Partition of a stage graph into subgraphs: one for each repeated block, and one for each gap."""
+    """Partition of a stage graph into subgraphs: the repeated blocks, and the calls between them."""
 
     def __init__(self, module: fx.GraphModule):
         self.module = module
         self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
 
     def subgraphs(self) -> list[tuple[str, Calls]]:
-        """Return all subgraphs in graph order as (kind, calls). Subgraphs of one kind share compiled code."""
+        """Return (kind, calls) of all subgraphs in graph order. Subgraphs of one kind share compiled code."""
         subgraphs, begin = list[Calls](), 0
         for start, stop in sorted(self._blocks(0, len(self.calls), 0)):
             if start < begin:  # a call between two blocks belongs to the block before it
@@ -117,7 +118,7 @@ class _Partition:
                     yield from self._blocks(*sibling, depth + 1)
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Span]]:
-        """Group the blocks of each module list (`layers.0`, `layers.1`). Return lists of index ranges."""
+        """Return, for each module list, the index ranges of its blocks (`layers.0`, `layers.1`)."""
         inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         spans: defaultdict[str, list[Span]] = defaultdict(list)
@@ -177,13 +178,13 @@ def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
 
 @dataclass(frozen=True)
 class _Value:
-    """Placeholder for a value in the key of a block, with a number instead of the node's name."""
+    """Number that replaces a node in the key of a block, so that keys do not depend on node names."""
 
     number: int
 
 
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Return True for a value that the outer graph passes to subgraphs and that no subgraph computes.
+    """Return True for a value that the outer graph computes or stores, and passes to subgraphs.
 
     Such a value is a graph input, a stored or unsharded parameter, or a dropout seed combined with its salt.
     """
@@ -228,7 +229,7 @@ def _calling(
 
 
 def _subgraph(calls: Calls) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return (graph that contains these calls, outside values that the graph takes as inputs)."""
+    """Return (graph of these calls, nodes outside the calls whose values are the graph's inputs)."""
     graph = fx.Graph()
     members = set(calls)
     inputs = list(dict.fromkeys(node for call in calls for node in call.all_input_nodes if node not in members))

@@ -34,8 +34,11 @@ def specialize_constant_masks(
     """Replace the constant attention masks of a stage by their structure, such as causal.
 
     A mask is constant if it depends on no model input or buffer. This function detects the structure of each constant
-    mask once. Attention kernels then use the structure instead of the mask tensor. If a constant mask has another
+    mask once. Attention kernels then use the structure instead of the mask tensor. If a constant mask has no supported
     structure, attention still uses the mask tensor.
+
+    Args:
+        bind: function that prepares a graph of the stage for this rank.
 
     Returns:
         The rewritten stage, and the names of its constant masks, which need no inspection in later calls of the stage.
@@ -63,13 +66,13 @@ def _analyze_large_masks(
     stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
 ) -> dict[str, MaskStructure]:  # fmt: skip
-    """Return {mask: structure} for masks that would be too large as tensors.
+    """Return {mask: structure} of masks that are too large to compute as tensors.
 
-    They are analyzed as key ranges, without computing the mask.
+    For each query, the analysis computes the range of keys that the mask allows, instead of the mask itself.
 
     Args:
-        inputs: descriptions of the stage inputs from which the stage graph computes the masks.
-        graph: graph that computes these inputs.
+        inputs: stage inputs from which the stage graph computes the masks.
+        graph: graph that computes the values of these inputs.
     """
     whole = KeyRangeEvaluator({}, process.device)
     (outputs,) = graph.graph.output_node().args
@@ -92,10 +95,10 @@ def _analyze_large_masks(
 
 
 def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, int]) -> MaskStructure | None:
-    """Return the structure of a mask: causal, sliding window or full. None if it has another structure.
+    """Return the structure of a mask: causal, sliding window or full. None if it has no such structure.
 
-    It is also None if the attention calls that use the mask differ in their numbers of queries or keys. In a graph with
-    sizes as inputs, the structure is made independent of the sequence length (`at_any_length`).
+    Also None if the attention calls that use the mask differ in their numbers of queries or keys. If the sequence
+    length is an input of the graph, the returned structure is independent of it (`at_any_length`).
     """
     scores = {scores_of(call, sizes) for call in calls}
     if len(scores) > 1:
@@ -116,7 +119,7 @@ class StageMasks:
     Args:
         bind: function that prepares a graph of the stage for this rank.
         without: names of masks to ignore.
-        sizes: names of the size inputs of the stage.
+        sizes: names of the stage's inputs that are a sequence length or a batch size.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class StageMasks:
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
     def mask_structures(self, microbatches: Sequence[Mapping[str, Any]]) -> list[MaskStructures]:
-        """Return the mask structures for every microbatch. A mask that microbatches share is inspected once.
+        """Return, for each microbatch, its mask structures. A mask that microbatches share is inspected once.
 
         Args:
             microbatches: keyword arguments of the stage's graph for each microbatch.

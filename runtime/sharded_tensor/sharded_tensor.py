@@ -121,7 +121,7 @@ def as_sharded(
 def with_spec(parameter: nn.Parameter, shard_info: ShardInfo) -> nn.Parameter:
     """Return a local parameter as a ShardedParameter.
 
-    Without `pp`, an unsharded parameter is returned unchanged.
+    Without `pp`, an unsharded parameter is returned unchanged, because every rank stores all of it.
     """
     shards = tuple(
         DimShard(axis, cut, index)
@@ -174,7 +174,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set a flag or hook of the shard, such as `requires_grad`, which the full tensor shares."""
+    """Read or set an attribute that is equal for shard and full tensor, such as `requires_grad` or a hook."""
     return func(*args, **kwargs)
 
 
@@ -195,7 +195,7 @@ def _get_grad(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Assign `grad` or `data`. The value can be a sharded tensor, this rank's shard or the full tensor."""
+    """Assign `grad` or `data` from a sharded tensor, this rank's shard or the full tensor."""
     target, value = args
     if isinstance(value, Tensor) and isinstance(target, ShardedTensor):
         value = as_sharded(_onto(value, target.spec), target.spec)
@@ -212,7 +212,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Create a plain tensor of the size in the arguments (`new_zeros`), with the shard's dtype and device."""
+    """Run `new_zeros` or a similar function, which creates a plain tensor of the size that is passed."""
     return func(*args, **kwargs)
 
 
@@ -244,7 +244,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError on a pipeline if a scalar of one parameter is combined with another parameter."""
+    """Raise UsageError under `pp` if a scalar computed from one parameter is combined with another."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
@@ -253,7 +253,7 @@ def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
     """Return the shard spec of the result of an elementwise function.
 
-    Each dim of the result is sharded as in the first argument in which it is sharded.
+    A dim is sharded as in the first argument that shards it; if an axis would then shard two dims, as in `specs[0]`.
     """
     shapes = [spec.shape for spec in specs]
     local = {spec.local_shape for spec in specs}
@@ -275,9 +275,9 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the local part of a function's argument, for a result that is sharded by this spec.
+    """Return this rank's part of an elementwise function's argument. The result will be sharded by `spec`.
 
-    Its backward gives the complete gradient of the argument.
+    Backward all-reduces the argument's gradient if ranks have partial gradients.
     """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
@@ -361,12 +361,12 @@ _SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
-    """Allow the step of this optimizer to reduce over a parameter that only one pipeline stage stores."""
+    """Let this optimizer compute reductions (such as a norm) of parameters that one pipeline stage stores."""
     _SEPARABLE.add(optimizer)
 
 
 def _combines_stages() -> bool:
-    """Return True if the caller may reduce over a parameter although only one pipeline stage stores it.
+    """Return True if a calling function may reduce over a parameter that only one pipeline stage stores.
 
     `pm.summed` may, because it adds the results of all stages. Optimizers may if they treat each tensor separately.
     """
@@ -417,7 +417,7 @@ def _wanted_shape(value: ShardedTensor, sizes: Sequence[Any], kwargs: dict[str, 
 
 
 def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function on gathered tensors. If it writes in place, copy this rank's shard back."""
+    """Run a function on gathered tensors. If it writes to one in place, update this rank's shard."""
     out = kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if args and _writes(name, kwargs) else None
     if not isinstance(target, ShardedTensor):
@@ -442,12 +442,12 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _is_of_stage(spec: ShardSpec) -> bool:
-    """Return True if a reduction over this parameter must be rejected: other stages do not store it."""
+    """Return True if reductions of this parameter are rejected, because other `pp` stages do not store it."""
     return "pp" in spec.process.groups and not _combines_stages()
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Mark a result of a parameter that other stages lack, so that later reductions are rejected."""
+    """Mark a value computed from a parameter that other stages lack, so that its reductions are rejected."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
 

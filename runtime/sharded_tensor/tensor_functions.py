@@ -1,4 +1,4 @@
-"""Table that determines how each torch function runs on a sharded tensor, and reductions over shards."""
+"""Table of how each torch function runs on a sharded tensor, and reductions of sharded tensors."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ _NAMED: tuple[tuple[FunctionKind, Any], ...] = (
 
 
 def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int]:
-    """Return the new order of dims that a call of `transpose`, `permute` or a similar function produces."""
+    """Return, for each dim of the result of `transpose` or a similar function, its dim in the input."""
     probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
     if name.startswith("get:"):
         result = getattr(probe, name.removeprefix("get:"))
@@ -256,7 +256,7 @@ def reduce_locally(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], spec: ShardSpec, dims: Sequence[int],
     axes: Sequence[str],
 ) -> Tensor:  # fmt: skip
-    """Reduce this rank's shard, then reduce the results of all ranks along `axes`."""
+    """Reduce this rank's shard over `dims`, then reduce the ranks' results over the mesh axes `axes`."""
     value: Tensor = args[0] if args else kwargs["input"]
     value = value.as_subclass(Tensor)
     rest = args[1:]
@@ -294,7 +294,7 @@ def _correction(rest: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _over_ranks(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return a function that combines the ranks' results of a reduction, stacked along dim 0."""
+    """Return a function that reduces the ranks' local results, which are stacked along dim 0."""
     if "norm" in name:
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
         power = 2.0 if order is None or order == "fro" else float(order)

@@ -1,8 +1,8 @@
 """Description of local parameters: name in the model, shard, and the shard's owner rank.
 
-A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard can be replicated: over `dp`, over
-`tp` if the parameter is not sharded over `tp`, or on stages that share a tied parameter. The owner of a shard is
-the first rank that stores it.
+A norm, a checksum or a checkpoint needs every shard of a parameter exactly once, but several ranks can store a shard:
+ranks along `dp`, ranks along `tp` if the parameter is not sharded over `tp`, or stages that share a tied parameter. The
+owner of a shard is the first rank that stores it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]
 
     Example: a weight that is sharded over `tp` and replicated over `dp` has one owner for each `tp` coordinate: the
     rank with `dp` coordinate 0.
+
+    Args:
+        owners: `pp` coordinates of the ranks that store the tensor, first stage first.
     """
     cut_axes = {part for axis, _ in splits_of(stored, mesh) for part in mesh_axes_of(axis)} | {
         *stored.differs_over(mesh)
@@ -106,7 +109,7 @@ _EMPTY: Any = WeakIdKeyDictionary()
 def register_placeholder(parameter: nn.Parameter, process: Process) -> None:
     """Register the placeholder parameter of a rank whose stages use no parameter.
 
-    The placeholder makes this rank take part when other ranks compute a gradient norm.
+    With the placeholder, this rank takes part in the collectives in which other ranks compute a gradient norm.
     """
     _EMPTY[parameter] = process
 
@@ -128,7 +131,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def registered_processes() -> list[Process]:
-    """Return the `Process` of each partitioned model that has registered parameters in memory."""
+    """Return one `Process` for each partitioned model whose registered parameters still exist."""
     processes = [shard_info.process for shard_info in _HOMES.values()] + list(_EMPTY.values())
     return list({id(process): process for process in processes}.values())
 
@@ -139,5 +142,5 @@ def shard_info_of(parameter: Tensor) -> ShardInfo | None:
 
 
 def registered_parameters() -> list[tuple[nn.Parameter, ShardInfo]]:
-    """Return every registered local parameter in memory, with its shard info."""
+    """Return (parameter, shard info) for every registered local parameter that still exists."""
     return [(parameter, shard_info) for parameter, shard_info in _HOMES.items()]

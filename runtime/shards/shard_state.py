@@ -23,9 +23,9 @@ from autopart.runtime.weights.load_weights import Weights
 
 
 def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]:
-    """Return how a tensor is sharded: a list of (mesh axis, split of a dim over it), outer axis first.
+    """Return a tensor's sharding as a list of (mesh axis, split of a dim over the axis), outer axis first.
 
-    If several axes shard one dim, they can be flattened into one axis, such as `dp_cp`.
+    Several mesh axes that shard one dim can be flattened into one axis, such as `dp_cp`.
     """
     shape = list(stored.shape)
     cuts = []
@@ -38,7 +38,7 @@ def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]
 
 
 def splits_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalSplits:
-    """Return the splits of a tensor on the rank at `coordinates`, as (split, index of the rank's shard)."""
+    """Return, for each split of a tensor, (split, index of the shard of the rank at `coordinates`)."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in splits_of(stored, mesh)]
 
 
@@ -51,10 +51,14 @@ def flattened_axes(program: Program) -> list[str]:
 
 
 def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Merge the descriptions of parameters of a new program into those of earlier programs.
+    """Add the parameters of a newly traced program to the parameters of earlier programs of the model.
 
-    Parameters of earlier programs keep their layouts. Raises StageError if a stage of the new program uses such a
-    parameter, and the stage does not store it.
+    Raises StageError if a stage of the new program uses a parameter of an earlier program that the stage does not
+    store.
+
+    Args:
+        new: {name: description} of the new program's parameters.
+        known: {name: description} of the earlier programs' parameters, which keep their layouts.
     """
     for name in new.keys() & known.keys():
         assert known[name].layout == new[name].layout, f"'{name}' has another layout in this program"
@@ -69,7 +73,7 @@ def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTens
 
 
 def equals_shard_of(local: Tensor, stored: StoredTensor, program: Program, process: Process, full: Tensor) -> bool:
-    """Return True if a local parameter has the values of this rank's shard of a full tensor."""
+    """Return True if the local parameter equals this rank's shard of `full`, in the parameter's dtype."""
     shard = local_shard_of(full.detach(), splits_at(stored, program.mesh, process.coordinates))
     return bool(shard.shape == local.shape and torch.equal(shard.to(local.device, local.dtype), local))
 
@@ -86,13 +90,13 @@ def shard_parameters(
 ) -> dict[str, nn.Parameter]:
     """Return {name: local parameter} of the rank at `coordinates`, copied from the model's parameters.
 
-    They have the dtypes and `requires_grad` of the model's parameters. Raises RuntimeSetupError for a parameter on the
-    meta device if `weights` is None.
+    A local parameter has the dtype and `requires_grad` of the model's parameter. Raises RuntimeSetupError for a
+    parameter on the meta device if `weights` is None.
 
     Args:
         stages: stages that the rank runs. None: all stages.
         device: device of the local parameters. None: the device of the model's parameters.
-        known: names of parameters that exist already. They are not created again.
+        known: names of parameters whose local parameters exist already and are left out of the result.
         weights: source of the values. None: the model.
     """
     source = dict(model.named_parameters(remove_duplicate=False))
@@ -129,7 +133,7 @@ def gather(
 ) -> dict[str, Tensor]:
     """Gather {name: full tensor} on every rank from the `local` shards of all ranks. A collective call.
 
-    A parameter is all-gathered on ranks of the first stage that uses it. These ranks broadcast it along `pp`.
+    The ranks of the first stage that uses a parameter all-gather it, and broadcast the full tensor along `pp`.
 
     Args:
         names: parameters to gather, equal on every rank.
@@ -172,9 +176,9 @@ def broadcast_from(
 def names_with_gradient(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
-    """Return the names of parameters that have a gradient on the owner rank.
+    """Return the names of parameters that have a gradient on the first stage that uses them.
 
-    The result is equal on every rank.
+    The ranks exchange the names, so that the result is equal on every rank. A collective call.
     """
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
@@ -189,9 +193,9 @@ def names_with_gradient(
 def join(
     local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
 ) -> dict[str, Tensor]:
-    """Return {name: full tensor}, computed from the local tensors of all ranks, in one process.
+    """Compute {name: full tensor} in one process, from the local tensors of all ranks.
 
-    The result equals that of `gather`. Parameters that no rank stores are left out.
+    The result equals that of `gather`, which runs on every rank. Parameters that are not in `local` are left out.
 
     Args:
         local: {rank: {name: local tensor}}.

@@ -1,7 +1,7 @@
-"""Parameters of a model that are shared with a second partitioned module, or with the original model.
+"""Checks for parameters that a partitioned module shares with another one or with the original model.
 
-Two modules of one model can share a parameter, and each of them can be partitioned. The original model can also be used
-or changed after it was partitioned.
+Two modules that share a parameter can be partitioned separately. They must then use one local shard. The user can also
+use or change the original model after it was partitioned.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _SharedShard:
-    """This rank's shard of a parameter of an original model, in a partitioned module, with its layout.
+    """This rank's shard of an original model's parameter, with the layout that a partitioned module chose.
 
     Attributes:
-        kind: class name of the model.
+        model: the original module that was partitioned.
+        kind: class name of `model`.
+        local: the shard.
     """
 
     model: weakref.ref[nn.Module]
@@ -41,8 +43,8 @@ _SHARED_SHARDS: Any = WeakIdKeyDictionary()
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
     """Return this rank's shard of `full` if another partitioned module has created one; else None.
 
-    The other module is neither a submodule of `model` nor contains it. Raises LayoutError if it has another mesh or
-    layout.
+    Submodules of `model`, and modules that contain it, do not count as other modules. Raises LayoutError if the other
+    module uses another mesh or layout, or if the mesh has `pp`.
     """
     for shard in _SHARED_SHARDS.get(full, ()):
         owner, local = shard.model(), shard.local()
@@ -69,9 +71,9 @@ def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, me
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError if parameters of the original model were passed and all lack a gradient.
+    """Raise UsageError if the user passed parameters of the original model, and none has a gradient.
 
-    The user should pass the partitioned model's parameters, because only these get gradients.
+    The user should pass the partitioned model's parameters, because only those get gradients.
 
     Args:
         caller: name of the function that received the parameters, for the message.
@@ -105,9 +107,8 @@ class OriginalParams:
         """Record a parameter of the original model, to detect later changes of it.
 
         Args:
-            is_equal: function that returns True if the local parameter equals its shard of a full tensor. If it is
-                equal after a change, no warning is needed. An example is a load of `full_state_dict()` into the
-                original model.
+            is_equal: function that returns True if the local parameter equals its shard of a full tensor. Then a change
+                needs no warning. For example, the user may load `full_state_dict()` into the original model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal

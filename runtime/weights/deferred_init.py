@@ -51,9 +51,9 @@ class ReadsEarlier(Exception):
 
 
 def constructor_of(model: nn.Module) -> Build | None:
-    """Return a function that calls the model's class with the model's config, as for transformers.
+    """Return a function that calls the model's class with the model's config, as transformers does.
 
-    Returns None if the model has no config, or its class takes other arguments.
+    Returns None if the model has no config, or if its class cannot be called with only the config.
     """
     kind, config = type(model), getattr(model, "config", None)
     if config is None:
@@ -74,12 +74,13 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a model's constructor, starting from the current state of torch's CPU generator.
+    """Runs a model's constructor to get its buffers and this rank's shards of its parameters.
 
-    Afterwards the state of the generator is restored.
+    Every run starts from the state that torch's CPU generator has when the `Constructor` is created. After the run, the
+    generator's state is restored.
 
     Args:
-        draws_matter: True if random values in buffers must be as in a run on one device.
+        draws_matter: True if buffers that the constructor fills with random values must be as in a run on one device.
 
     Attributes:
         buffers: {name: tensor} of the constructed model's buffers and plain tensor attributes.
@@ -108,7 +109,10 @@ class Constructor:
         return self._run(shard, cuts)
 
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Run the constructor, and compute the shards of each parameter by `shard`. Return {name: shard}."""
+        """Run the constructor, and compute the shards of each parameter by `shard`. Return {name: shard}.
+
+        If memory cannot be freed during the run, warn, and run again with all parameters in memory.
+        """
         run = _OneAtATime(self.order, shard)
         try:
             if not self._at_once:
@@ -171,7 +175,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A parameter whose memory is managed, with its shards after the memory is freed."""
+    """A parameter whose memory `_OneAtATime` allocates and frees. `kept`: its shards while it is freed."""
 
     number: int
     parameter: nn.Parameter
@@ -182,11 +186,11 @@ class _Tracked:
 class _OneAtATime(TorchDispatchMode):
     """Dispatch mode in which parameters have memory only while the constructor works on them.
 
-    The parameters in memory are together no larger than the model's largest parameter.
+    If the parameters in memory would together exceed the model's largest parameter, the least recently used are freed.
 
     Attributes:
-        order: names of each parameter, in order of registration.
-        shard: function that computes the shards of a parameter that this rank stores.
+        order: tuple of names of each parameter, in order of registration.
+        shard: function that computes this rank's shards of a parameter.
         problem: reason why the constructor cannot run in this mode, or "".
     """
 
@@ -243,7 +247,7 @@ class _OneAtATime(TorchDispatchMode):
         return kept
 
     def _use(self, keys: Sequence[int]) -> None:
-        """Give these parameters memory. Free the memory of the parameters that were least recently used."""
+        """Allocate memory for these parameters. Free the memory of the least recently used parameters."""
         self._open = {key: size for key, size in self._open.items() if key not in keys}
         largest = max((tracked.size_bytes for tracked in self._tracked.values()), default=0)
         needed_bytes = sum(self._tracked[key].size_bytes for key in keys)
@@ -297,7 +301,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
-    """Return a tuple of names in the model for each parameter; () for a parameter that the model lacks."""
+    """Return, for each parameter, the tuple of its names in the model; () if the model lacks it."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
