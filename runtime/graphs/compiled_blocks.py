@@ -56,7 +56,7 @@ def _compile(module: fx.GraphModule, serves_all_sizes: bool) -> fx.GraphModule:
 def _ranks(module: fx.GraphModule) -> str:
     """Return the process's rank in each process group of a graph, as text for torch's compile cache key.
 
-    Without the text, a rank would load code from the disk cache that was compiled for another rank.
+    Without the text, a rank could load code that was compiled for another rank from the cache on disk.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})

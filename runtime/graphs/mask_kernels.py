@@ -114,11 +114,11 @@ def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, in
 
 
 class StageMasks:
-    """Detects, in every call, the structure of the attention masks of a stage that are not constant.
+    """Detects, in every call, the structure of a stage's attention masks.
 
     Args:
         bind: function that prepares a graph of the stage for this rank.
-        without: names of masks to ignore.
+        without: names of masks to ignore, such as constant masks, whose structure is found only once.
         sizes: names of the stage's inputs that are a sequence length or a batch size.
     """
 

@@ -253,7 +253,7 @@ def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
     """Return the shard spec of the result of an elementwise function.
 
-    A dim is sharded as in the first argument that shards it; if an axis would then shard two dims, as in `specs[0]`.
+    A dim is sharded as in the first argument that shards it. If one mesh axis would shard two dims, `specs[0]` decides.
     """
     shapes = [spec.shape for spec in specs]
     local = {spec.local_shape for spec in specs}

@@ -37,7 +37,7 @@ class _SharedShard:
 
 
 _SHARED_SHARDS: Any = WeakIdKeyDictionary()
-"""{parameter of an original model: this rank's shards of it}. It keeps neither of them alive."""
+"""{parameter of an original model: this rank's shards of it}. The dict keeps no tensor alive."""
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:

@@ -175,7 +175,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A parameter whose memory `_OneAtATime` allocates and frees. `kept`: its shards while it is freed."""
+    """A parameter whose memory `_OneAtATime` allocates and frees, and its shards while it has no memory."""
 
     number: int
     parameter: nn.Parameter

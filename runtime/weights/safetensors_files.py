@@ -21,10 +21,7 @@ from autopart.runtime.weights.lazy_tensors import LazyTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAPPED_BYTES = 2**26
-"""Maximum bytes of file pages that stay in memory.
-
-If the largest tensor has more bytes, its bytes are the maximum.
-"""
+"""Maximum bytes of file pages that stay in memory, unless the largest tensor is larger."""
 _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
 
 
