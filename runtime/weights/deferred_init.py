@@ -111,7 +111,7 @@ class Constructor:
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
         """Run the constructor, and compute the shards of each parameter by `shard`. Return {name: shard}.
 
-        If memory cannot be freed during the run, warn, and run again with all parameters in memory.
+        If the constructor needs the values of a freed parameter, warn, and run again with all parameters in memory.
         """
         run = _OneAtATime(self.order, shard)
         try:
