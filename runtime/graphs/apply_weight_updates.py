@@ -1,6 +1,6 @@
-"""Apply updates that a model makes to its own parameters in a forward (`max_norm` of `nn.Embedding`).
+"""Apply to shards the parameter updates that a forward makes (`max_norm` of `nn.Embedding`).
 
-The updates are applied to parameter shards. `autopart/ir/run/weight_updates.py` defines them.
+`autopart/ir/run/weight_updates.py` defines the updates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def update_weights(
     Args:
         parameters: {rank: {name of a parameter: local shard}}, changed in place.
         inputs: inputs of the call, for the global batch.
-        sum_along: function (axis, {rank: value}) that returns sums along a mesh axis. All ranks of the axis call it.
+        sum_along: function (axis, {rank: value}) that returns, for each rank, the sum of the values along a mesh axis.
+            All ranks of the axis call it.
     """
     for name, update in program.weight_updates.items():
         shards = {rank: local[name] for rank, local in parameters.items() if name in local}

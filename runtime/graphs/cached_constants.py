@@ -1,6 +1,7 @@
-"""Cache of prologue outputs that depend only on the sizes of the inputs, such as relative positions.
+"""Cache of prologue outputs, such as relative positions, that depend only on input sizes.
 
-A prologue is the part of a stage that runs on the global batch, before the microbatches.
+A prologue is the part of a stage that runs on the global batch, before the microbatches. Input sizes are the sequence
+length and the batch size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MAX_SIZES = 4
 
 
 class Constants:
-    """Cache of prologue outputs that depend only on sizes of the inputs. They are computed once per size.
+    """Cache of prologue outputs that depend only on input sizes. They are computed once per size.
 
     Args:
         prologue: the prologue of a stage on this rank. It is changed to return the cached values.
@@ -73,9 +74,9 @@ class Constants:
         return values
 
     def copy_cached(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return `values`. Replace values that share memory with the cache by copies.
+        """Return `values`, with copies of those that share memory with the cache.
 
-        The copies protect the cache, because the user may write to the returned values.
+        The user may write to the returned values, which must not change the cache.
         """
         return tuple(value.clone() if self._shares_memory(value) else value for value in values)
 
@@ -85,7 +86,7 @@ class Constants:
 
 
 def _input_independent(graph: fx.Graph, sizes: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend on no input except sizes, on no buffer and on no random number."""
+    """Return the nodes that do not depend on inputs other than `sizes`, buffers or random numbers."""
     size_inputs = {node for node in graph.find_nodes(op="placeholder") if node.target in sizes}
     known = set(size_inputs)
     for node in graph.nodes:

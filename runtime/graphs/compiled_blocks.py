@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 def compiled(module: fx.GraphModule, serves_all_sizes: bool = False) -> fx.GraphModule:
-    """Compile the stage graph of this rank. Each recompute region becomes one checkpointed call in it.
+    """Compile this rank's stage graph. Each region that backward recomputes becomes one checkpointed call.
 
     Args:
         serves_all_sizes: True if the graph runs with many sequence lengths and batch sizes. When the second size
@@ -56,7 +56,7 @@ def _compile(module: fx.GraphModule, serves_all_sizes: bool) -> fx.GraphModule:
 def _ranks(module: fx.GraphModule) -> str:
     """Return the process's rank in each process group of a graph, as text for torch's compile cache key.
 
-    Without this text in the key, a rank would load code from the cache on disk that was compiled for another rank.
+    Without the text, a rank could load code that was compiled for another rank from the cache on disk.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
@@ -88,7 +88,7 @@ class _Partition:
         self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
 
     def subgraphs(self) -> list[tuple[str, Calls]]:
-        """Return all subgraphs in graph order as (kind, calls). Subgraphs of one kind share compiled code."""
+        """Return (kind, calls) of all subgraphs in graph order. Subgraphs of one kind share compiled code."""
         subgraphs, begin = list[Calls](), 0
         for start, stop in sorted(self._blocks(0, len(self.calls), 0)):
             if start < begin:  # a call between two blocks belongs to the block before it
@@ -184,7 +184,7 @@ class _Value:
 
 
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Return True for a value that the outer graph passes to subgraphs and that no subgraph computes.
+    """Return True for a value that the outer graph computes or stores, and passes to subgraphs.
 
     Such a value is a graph input, a stored or unsharded parameter, or a dropout seed combined with its salt.
     """

@@ -37,6 +37,9 @@ def specialize_constant_masks(
     mask once. Attention kernels then use the structure instead of the mask tensor. If a constant mask has no structure
     that kernels support, attention still uses the mask tensor.
 
+    Args:
+        bind: function that prepares a graph of the stage for this rank.
+
     Returns:
         The rewritten stage, and the names of its constant masks, which need no inspection in later calls of the stage.
     """
@@ -69,8 +72,8 @@ def _analyze_large_masks(
     structure that kernels support.
 
     Args:
-        inputs: descriptions of the stage inputs from which the stage graph computes the masks.
-        graph: graph that computes these inputs.
+        inputs: stage inputs from which the stage graph computes the masks.
+        graph: graph that computes the values of these inputs.
     """
     whole = KeyRangeEvaluator({}, process.device)
     (outputs,) = graph.graph.output_node().args
@@ -112,7 +115,7 @@ def _structure_of(mask: Tensor, calls: Sequence[fx.Node], sizes: Mapping[str, in
 
 
 class StageMasks:
-    """Detects, in every call, the structure of the attention masks of a stage that are not constant.
+    """Detects, in every call, the structure of a stage's attention masks.
 
     Args:
         bind: function that prepares a graph of the stage for this rank.
@@ -130,7 +133,7 @@ class StageMasks:
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
     def mask_structures(self, microbatches: Sequence[Mapping[str, Any]]) -> list[MaskStructures]:
-        """Return the mask structures for every microbatch. A mask that microbatches share is inspected once.
+        """Return, for each microbatch, its mask structures. A mask that microbatches share is inspected once.
 
         Args:
             microbatches: keyword arguments of the stage's graph for each microbatch.

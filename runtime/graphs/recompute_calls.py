@@ -26,14 +26,14 @@ def has_regions(graph: fx.Graph) -> bool:
 
 
 def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function under `torch.utils.checkpoint`, so that backward recomputes it."""
+    """Call a function under `torch.utils.checkpoint`: backward recomputes it instead of saving its values."""
     if not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(on_local_values(function), *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a rank's stage graph in which each recompute region is one checkpointed call.
+    """Replace each region that backward recomputes, in a rank's stage graph, by one checkpointed call.
 
     Parameters stay in the graph module, which passes them to the calls.
     """

@@ -48,9 +48,10 @@ class ShardSpec:
 
     Attributes:
         name: name of the parameter, or of the parameter from which the value was computed.
-        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. With pipeline stages, such a
-            tensor has a spec too, because other stages do not store it.
-        is_derived: True for a value that was computed from the full parameter.
+        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a tensor
+            has a spec too, because other stages do not store it.
+        is_derived: True for a value computed, under `pp`, from the full parameter. It must not be combined with values
+            of other parameters, because this rank lacks the parameters of other stages.
     """
 
     name: str
@@ -113,7 +114,7 @@ class ShardSpec:
         return local
 
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
-        """Return `value`, whose backward all-reduces its gradient over `axes`.
+        """Return `value` unchanged, and all-reduce its gradient over `axes` in backward.
 
         It serves if ranks along `axes` combine a replicated value with different shards of another tensor: each rank
         then computes only a part of the value's gradient.
@@ -135,9 +136,9 @@ class ShardSpec:
 
 
 def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
-    """Return, on every rank, the sum of the totals of all pipeline stages. It is differentiable.
+    """Return, on every rank, the sum of the totals of all pipeline stages. The sum is differentiable.
 
-    The total of a stage depends only on parameters of the stage, so backward needs no reduction.
+    A stage's total depends only on the stage's parameters, so backward needs no reduction.
 
     Args:
         total: this stage's total; None if the stage has no total.
@@ -215,7 +216,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 class _UnstackRanks(torch.autograd.Function):
-    """Autograd function: take this rank's entry of a stack over ranks. Backward stacks ranks' gradients."""
+    """Autograd function: select this rank's entry of stacked values. Backward stacks all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:

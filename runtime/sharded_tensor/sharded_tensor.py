@@ -193,7 +193,7 @@ def _get_grad(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Assign `grad` or `data`. The value can be a sharded tensor, this rank's shard or the full tensor."""
+    """Assign `grad` or `data` from a sharded tensor, this rank's shard or the full tensor."""
     target, value = args
     if isinstance(value, Tensor) and isinstance(target, ShardedTensor):
         value = as_sharded(_onto(value, target.spec), target.spec)
@@ -210,7 +210,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Create a plain tensor of the size in the arguments (`new_zeros`), with the shard's dtype and device."""
+    """Run `new_zeros` or a similar function, which creates a plain tensor of the size that is passed."""
     return func(*args, **kwargs)
 
 
@@ -251,7 +251,7 @@ def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
     """Return the shard spec of the result of an elementwise function.
 
-    Each dim of the result is sharded as in the first argument in which it is sharded.
+    A dim is sharded as in the first argument that shards it. If one mesh axis would shard two dims, `specs[0]` decides.
     """
     shapes = [spec.shape for spec in specs]
     local = {spec.local_shape for spec in specs}
@@ -364,7 +364,7 @@ def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _combines_stages() -> bool:
-    """Return True if the caller may reduce over a parameter although only one pipeline stage stores it.
+    """Return True if a calling function may reduce over a parameter that only one pipeline stage stores.
 
     `pm.summed` may, because it adds the results of all stages. Optimizers may if they treat each tensor separately.
     """
@@ -415,7 +415,7 @@ def _wanted_shape(value: ShardedTensor, sizes: Sequence[Any], kwargs: dict[str, 
 
 
 def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function on gathered tensors. If it writes in place, copy this rank's shard back."""
+    """Run a function on gathered tensors. If it writes to one in place, update this rank's shard."""
     out = kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if args and _writes(name, kwargs) else None
     if not isinstance(target, ShardedTensor):

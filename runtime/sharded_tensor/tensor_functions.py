@@ -1,4 +1,4 @@
-"""Table that determines how each torch function runs on a sharded tensor, and reductions over shards."""
+"""Table of how each torch function runs on a sharded tensor, and reductions of sharded tensors."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ _NAMED: tuple[tuple[FunctionKind, Any], ...] = (
 
 
 def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int]:
-    """Return the new order of dims that a call of `transpose`, `permute` or a similar function produces."""
+    """Return, for each dim of the result of `transpose` or a similar function, its dim in the input."""
     probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
     if name.startswith("get:"):
         result = getattr(probe, name.removeprefix("get:"))

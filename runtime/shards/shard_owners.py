@@ -1,8 +1,8 @@
 """Description of local parameters: name in the model, shard, and the shard's owner rank.
 
-A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard can be replicated: over `dp`, over
-`tp` if the parameter is not sharded over `tp`, or on stages that share a tied parameter. The owner of a shard is
-the first rank that stores it.
+A norm, a checksum or a checkpoint needs every shard of a parameter exactly once, but several ranks can store a shard:
+ranks along `dp`, ranks along `tp` if the parameter is not sharded over `tp`, or stages that share a tied parameter. The
+owner of a shard is the first rank that stores it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]
 
     Example: a weight that is sharded over `tp` and replicated over `dp` has one owner for each `tp` coordinate: the
     rank with `dp` coordinate 0.
+
+    Args:
+        owners: `pp` coordinates of the ranks that store the tensor, first stage first.
     """
     cut_axes = {part for axis, _ in splits_of(stored, mesh) for part in mesh_axes_of(axis)} | {
         *stored.differs_over(mesh)
@@ -106,7 +109,7 @@ _EMPTY: Any = WeakIdKeyDictionary()
 def register_placeholder(parameter: nn.Parameter, process: Process) -> None:
     """Register the placeholder parameter of a rank whose stages use no parameter.
 
-    The placeholder makes this rank take part when other ranks compute a gradient norm.
+    With the placeholder, this rank takes part in the collectives in which other ranks compute a gradient norm.
     """
     _EMPTY[parameter] = process
 

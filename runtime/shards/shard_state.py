@@ -23,9 +23,9 @@ from autopart.runtime.weights.load_weights import Weights
 
 
 def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]:
-    """Return how a tensor is sharded: a list of (mesh axis, split of a dim over it), outer axis first.
+    """Return a tensor's sharding as a list of (mesh axis, split of a dim over the axis), outer axis first.
 
-    If several axes shard one dim, they can be flattened into one axis, such as `dp_cp`.
+    Several mesh axes that shard one dim can be flattened into one axis, such as `dp_cp`.
     """
     shape = list(stored.shape)
     cuts = []
@@ -38,7 +38,7 @@ def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]
 
 
 def splits_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalSplits:
-    """Return the splits of a tensor on the rank at `coordinates`, as (split, index of the rank's shard)."""
+    """Return, for each split of a tensor, (split, index of the shard of the rank at `coordinates`)."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in splits_of(stored, mesh)]
 
 
@@ -68,7 +68,7 @@ def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTens
 
 
 def equals_shard_of(local: Tensor, stored: StoredTensor, program: Program, process: Process, full: Tensor) -> bool:
-    """Return True if a local parameter has the values of this rank's shard of a full tensor."""
+    """Return True if the local parameter equals this rank's shard of `full`, in the parameter's dtype."""
     shard = local_shard_of(full.detach(), splits_at(stored, program.mesh, process.coordinates))
     return bool(shard.shape == local.shape and torch.equal(shard.to(local.device, local.dtype), local))
 
@@ -91,7 +91,7 @@ def shard_parameters(
     Args:
         stages: stages that the rank runs. None: all stages.
         device: device of the local parameters. None: the device of the model's parameters.
-        known: names of parameters that exist already. They are not created again.
+        known: names of parameters whose local parameters exist already and are left out of the result.
         weights: source of the values. None: the model.
     """
     source = dict(model.named_parameters(remove_duplicate=False))
@@ -188,9 +188,9 @@ def names_with_gradient(
 def join(
     local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
 ) -> dict[str, Tensor]:
-    """Return {name: full tensor}, computed from the local tensors of all ranks, in one process.
+    """Compute {name: full tensor} in one process, from the local tensors of all ranks.
 
-    The result equals that of `gather`. Parameters that no rank stores are left out.
+    The result equals that of `gather`, which runs on every rank. Parameters that are not in `local` are left out.
 
     Args:
         local: {rank: {name: local tensor}}.

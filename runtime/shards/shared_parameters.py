@@ -37,7 +37,7 @@ class _SharedShard:
 
 
 _SHARED_SHARDS: Any = WeakIdKeyDictionary()
-"""{parameter of an original model: this rank's shards of it}. It keeps neither of them alive."""
+"""{parameter of an original model: this rank's shards of it}. The dict keeps no tensor alive."""
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
@@ -71,9 +71,9 @@ def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, me
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError if parameters of the original model were passed and all lack a gradient.
+    """Raise UsageError if the user passed parameters of the original model, and none has a gradient.
 
-    The user should pass the partitioned model's parameters, because only these get gradients.
+    The user should pass the partitioned model's parameters, because only those get gradients.
 
     Args:
         caller: name of the function that received the parameters, for the message.
@@ -107,9 +107,8 @@ class OriginalParams:
         """Record a parameter of the original model, to detect later changes of it.
 
         Args:
-            is_equal: function that returns True if the local parameter equals its shard of a full tensor. If it is
-                equal after a change, no warning is needed. An example is a load of `full_state_dict()` into the
-                original model.
+            is_equal: function that returns True if the local parameter equals its shard of a full tensor. Then a change
+                needs no warning. For example, the user may load `full_state_dict()` into the original model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal

@@ -53,7 +53,7 @@ class ReadsEarlier(Exception):
 def constructor_of(model: nn.Module) -> Build | None:
     """Return a function that constructs the model from its class and its config, as in transformers.
 
-    Returns None if the model has no config, or its class takes other arguments.
+    Returns None if the model has no config, or if its class cannot be called with only the config.
     """
     kind, config = type(model), getattr(model, "config", None)
     if config is None:
@@ -185,8 +185,8 @@ class _OneAtATime(TorchDispatchMode):
     Together they are no larger than the largest parameter, unless one operator uses more.
 
     Attributes:
-        order: names of each parameter, in order of registration.
-        shard: function that computes the shards of a parameter that this rank stores.
+        order: tuple of names of each parameter, in order of registration.
+        shard: function that computes this rank's shards of a parameter.
         problem: reason why the constructor cannot run in this mode, or "".
     """
 
@@ -243,7 +243,7 @@ class _OneAtATime(TorchDispatchMode):
         return kept
 
     def _use(self, keys: Sequence[int]) -> None:
-        """Give these parameters memory. Free the memory of the parameters that were least recently used."""
+        """Allocate memory for these parameters. Free the memory of the least recently used parameters."""
         self._open = {key: size for key, size in self._open.items() if key not in keys}
         largest = max((tracked.size_bytes for tracked in self._tracked.values()), default=0)
         needed_bytes = sum(self._tracked[key].size_bytes for key in keys)
@@ -297,7 +297,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
-    """Return a tuple of names in the model for each parameter; () for a parameter that the model lacks."""
+    """Return, for each parameter, the tuple of its names in the model; () if the model lacks it."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

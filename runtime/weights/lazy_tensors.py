@@ -2,8 +2,8 @@
 
 A model library converts a checkpoint to its model by calling functions of torch. For example, it stacks experts,
 concatenates gate and up projections, splits a fused projection, or transposes. A `LazyTensor` implements these
-functions and returns another `LazyTensor`. The result refers to the elements of the files. The library's own code thus
-determines from where in the files each element of the model is read.
+functions: each returns another `LazyTensor`, which refers to elements of the files. The library's own code thus
+determines which element of the files becomes which element of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopart.ir.sharding import Box
 
 
 class UnsupportedByLazyTensor(Exception):
-    """Raised if a torch function is called that lazy tensors do not implement."""
+    """Raised if code calls a torch function that lazy tensors do not implement."""
 
 
 class LazyTensor:
@@ -36,7 +36,7 @@ class LazyTensor:
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Read a shard of this tensor, which consists of the slices `boxes`, into `out`, in `out`'s dtype."""
+        """Read the shard that consists of the slices `boxes` into `out`. Convert it to the dtype of `out`."""
         for box in boxes:
             index = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
             self.read_box(box.offsets, out[index])

@@ -56,7 +56,7 @@ class WeightSource(Protocol):
         """Return {name: tensor} of buffers and of tensors that are plain attributes of modules."""
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's shard) of parameters, in CPU memory."""
+        """Yield (name, this rank's shard in CPU memory) for the parameters in `cuts`."""
 
 
 class Weights:
@@ -64,8 +64,8 @@ class Weights:
 
     Attributes:
         model: meta copy of the user's model, or the user's model if there is a problem.
-        problem: error if the weights cannot be used. `check` raises it after the ranks have compared their calls, so
-            that no rank waits for this one.
+        problem: error if the weights cannot be used. The error is raised (by `check`) only after the ranks have
+            compared their calls. Otherwise the other ranks would wait for this rank in the comparison.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Callable[[], nn.Module]):
@@ -95,7 +95,7 @@ class Weights:
         return None if model is None or parameter is None else (model, parameter)
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's shard) of parameters, in CPU memory and in the model's dtype."""
+        """Yield (name, this rank's shard) for the parameters in `cuts`, on CPU, in the model's dtype."""
         for name, value in self._origin.read(cuts):
             yield name, value.to(self._dtypes[name])
 
@@ -153,7 +153,8 @@ class Construction:
 class Checkpoint:
     """Source of a model's weights: a checkpoint in safetensors files.
 
-    If the source is a `Pretrained`, parameters that are not in the files are initialised as by `from_pretrained`.
+    If the source is a `Pretrained` (a folder that `from_pretrained` could load), parameters that are not in the files
+    are initialised as by `from_pretrained`. For other sources, missing parameters are an error.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Pretrained):
@@ -219,7 +220,7 @@ class Checkpoint:
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
         """Record, for each tensor of the model, its tensor in the files. Return the names of missing tensors.
 
-        The files may have a tied tensor under any of its names.
+        The files may have a tied tensor under only one of its names. It then counts as present under all names.
         """
         self._tensors, missing = dict(tensors), []
         for names in _names_of_each(model):
@@ -248,7 +249,7 @@ class Checkpoint:
 
 
 def _names_of_each(model: nn.Module) -> list[list[str]]:
-    """Return, for each tensor in the model's state dict, a list of its names. Tied tensors have several."""
+    """Return, for each tensor of the model's state dict, its names: several for a tied tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -257,7 +258,7 @@ def _names_of_each(model: nn.Module) -> list[list[str]]:
 
 
 def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
-    """Return True if two lazy tensors are bitwise identical. It reads a few rows at a time."""
+    """Return True if two lazy tensors have equal dtypes and values. Read a few rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = one.shape[0] if one.shape else 1
@@ -336,7 +337,8 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the model, whose parameters have no memory, with `non_parameters` as other tensors.
 
-    Raises CheckpointError if a buffer or other tensor has no values.
+    The values come from `non_parameters`, or else from the model. Raises CheckpointError if neither has values of a
+    tensor.
     """
     twins: dict[int, Tensor] = {}
     for parameter in model.parameters():

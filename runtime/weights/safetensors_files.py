@@ -1,7 +1,7 @@
 """Tensors of a checkpoint in safetensors files. Each rank reads only the elements that it needs.
 
 The safetensors library maps files into memory. Pages that were read count as memory of this process until the file is
-unmapped. Files are therefore closed when more bytes than the size of the largest tensor have been read.
+unmapped. Files are therefore closed before the bytes read exceed 64 MiB (or the size of the largest tensor, if larger).
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from autopart.runtime.weights.lazy_tensors import LazyTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAPPED_BYTES = 2**26
-"""Maximum bytes of file pages that stay in memory.
-
-If the largest tensor has more bytes, its bytes are the maximum.
-"""
+"""Maximum bytes of file pages that stay in memory, unless the largest tensor is larger."""
 _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
 
 
 class SafetensorsFiles:
     """Lazy tensors of a checkpoint, by their names in the files.
 
-    Use it as a context manager around reads, so that it closes the files at the end. Raises CheckpointError if no file
+    Use the object as a context manager around reads; on exit it closes the files. Raises CheckpointError if no file
     can be read, or if a file is incomplete.
 
     Args:
         path: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder with such files.
 
     Attributes:
-        text: digest of names, dtypes and shapes, which ranks compare.
+        text: digest of file sizes and of tensors' names, dtypes and shapes. Ranks compare it, to detect that they read
+            different checkpoints.
     """
 
     def __init__(self, path: str | Path):
@@ -137,7 +135,7 @@ class _Stored(LazyTensor):
 
 
 def listing(names: Sequence[str]) -> str:
-    """Format the first eight names, and the number of further names."""
+    """Return a text with the first eight names and the number of further names."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(f"'{name}'" for name in names[:8]) + more
 
@@ -151,7 +149,7 @@ def _library() -> tuple[Callable[..., Any], type[Exception]]:
 
 
 def _files_of(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files of a checkpoint as {file: names that an index lists for it; None without index}."""
+    """Return {file: tensor names that the index lists for the file, or None without an index}."""
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else {path: None}
     if not path.is_dir():

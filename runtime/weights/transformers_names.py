@@ -1,4 +1,4 @@
-"""Find the tensors of a transformers model in a checkpoint, by transformers' table of conversions.
+"""Find the tensors of a transformers model in a checkpoint, with transformers' own conversion table.
 
 `from_pretrained` renames and converts the tensors of a checkpoint. For example, it stacks experts, or fuses gate and up
 projections. This module calls transformers' conversion functions with lazy tensors.
@@ -24,7 +24,7 @@ _OLD_BUFFERS = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Return True for a model of transformers 5 or later, which converts checkpoints by a table."""
+    """Return True for a model of transformers 5 or later, which has a table of checkpoint conversions."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel) and hasattr(model, "is_custom_code")
 
@@ -32,7 +32,8 @@ def is_transformers(model: nn.Module) -> bool:
 def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
     """Return ({name in the model's state dict: lazy tensor}, checkpoint names that the model lacks).
 
-    Raises CheckpointError if a conversion changes values instead of only moving elements.
+    Names that `from_pretrained` ignores are left out of the second result. Raises CheckpointError if a conversion
+    changes values instead of only moving elements.
     """
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversions: Any = importlib.import_module("transformers.conversion_mapping")
@@ -67,10 +68,10 @@ def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def initialised(model: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return {name: value} of parameters, initialised as by `from_pretrained`.
+    """Return {name: value} for parameters in `names`, initialised as by `from_pretrained`.
 
     Random values are drawn from torch's CPU generator, in the order in which `from_pretrained` initialises parameters
-    that are not in the files.
+    that are not in the files. Returns {} if transformers does not define the model.
     """
     if not is_transformers(model):
         return {}
@@ -93,7 +94,7 @@ def initialised(model: Any, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _in_order(path: str, module: nn.Module, owner: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (path, module, model whose code initialises the module). Children come before their parents."""
+    """Yield (path, module, model whose `_init_weights` initialises the module), children before parents."""
     library: Any = sys.modules["transformers.modeling_utils"]
     for name, child in module.named_children():
         inner = child if isinstance(child, library.PreTrainedModel) else owner
