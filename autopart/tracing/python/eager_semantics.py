@@ -212,10 +212,7 @@ class EagerSemantics(TorchFunctionMode):
         return self.decisions.read(sys._getframe(1), func, tensor)
 
     def to_list(self, tensor: Tensor) -> Any:
-        """Return the result of `tensor.tolist()`, or a stand-in for it (`IndexList`) that can be an index.
-
-        Returns None to let torch return a list of symbols.
-        """
+        """Return `tensor.tolist()` or its stand-in `IndexList`; None to let torch return a list of symbols."""
         value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
         return as_places(tensor) if value is UNKNOWN else value
 
@@ -390,10 +387,8 @@ class EagerSemantics(TorchFunctionMode):
     def by_values(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
         """Return the outcome with which this run of the forward continues at an `if` on tensor values.
 
-        The other outcome is traced in another run. Returns None if the trace cannot contain both sides of the branch.
-
-        Args:
-            truth: returns the condition as a tensor.
+        The other outcome is traced in another run. `truth()` returns the condition as a tensor. Returns None if the
+        trace cannot contain both sides of the branch.
         """
         operand = operand_of(frame)
         chances = self.chances
