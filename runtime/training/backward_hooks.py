@@ -53,11 +53,11 @@ def check_model_hooks(model: nn.Module) -> None:
 def trained_names(model: nn.Module, program: Program, known: Collection[str], trained: Collection[str]) -> set[str]:
     """Return the names of the new program's parameters that require a gradient in the original model.
 
-    Raises UsageError on every rank if a parameter was frozen or unfrozen since an earlier program.
+    Raises UsageError on every rank if a parameter was frozen or unfrozen since an earlier trace.
 
     Args:
-        known: names of the parameters of earlier programs.
-        trained: those names in `known` whose parameters required a gradient.
+        known: names of the parameters of programs that were traced earlier.
+        trained: names in `known` whose parameters required a gradient.
     """
     trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:

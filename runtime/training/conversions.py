@@ -1,4 +1,4 @@
-"""Dtype and device conversions of a partitioned model: conversions with an effect are rejected."""
+"""Dtype and device conversions of a partitioned model, which raise UsageError if they change a tensor."""
 
 from __future__ import annotations
 

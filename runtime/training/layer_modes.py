@@ -1,6 +1,6 @@
 """Train or eval mode of the layers of a partitioned model, and attributes with immutable values.
 
-A call with other settings needs another program, so all ranks must have equal settings, and compare them.
+If a setting changes, the model is traced again. All ranks must have equal settings, so the ranks compare them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LayerModes:
 
     @property
     def settings(self) -> Settings:
-        """Modes of layers that differ from the model's mode, and attributes that differ from the original's."""
+        """Modes of layers that differ from the model's mode, and attributes that users have changed."""
         if self.changed:
             self._collect()
         return self._settings
@@ -154,7 +154,7 @@ class LayerModes:
 
 
 def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, module) of a partitioned model or a branch, and of all its descendants."""
+    """Yield (path, module) of a partitioned model, or a layer of it, and of all modules inside."""
     pending, seen = [root], {id(root)}
     while pending:
         module: Any = pending.pop()

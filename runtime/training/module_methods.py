@@ -133,7 +133,7 @@ class ModuleMethods(ModuleProxy):
         return copied
 
     def _begin_as_copy(self) -> None:
-        """Create new state for steps and gradients, as the copy that `copy.deepcopy` has created."""
+        """Reset the state of steps and gradients. `copy.deepcopy` calls this method of the new copy."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -155,7 +155,7 @@ class ModuleMethods(ModuleProxy):
         return attribute_of(source.model, name)
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method in READ_METHODS on the original model. Replace a returned layer by this module's layer."""
+        """Run a method in READ_METHODS on the original model. If it returns a layer, return this module's layer."""
         model = self.__dict__["_source"].model
         needed = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
         try:
@@ -191,7 +191,7 @@ def patch_wrappers() -> None:
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
     """Raise UsageError if one of the modules to wrap is, or contains, a partitioned model.
 
-    For `torch.compile` of a partitioned model, it only warns that the model is not compiled.
+    If `wrapper` is the class of `torch.compile`, only warns that the model is not compiled.
     """
     if wrapper == "OptimizedModule":
         if isinstance(modules, ModuleMethods):

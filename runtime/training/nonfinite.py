@@ -82,11 +82,11 @@ def _dense(value: Tensor) -> Tensor:
 
 
 def report_nonfinite(found: str, origins: str, options: StepOptions, process: Process) -> None:
-    """Raise NonFiniteError for a step whose loss or gradients are not finite, or count it and warn.
+    """Raise NonFiniteError for a step whose loss or gradients are not finite, or warn if it is skipped.
 
     Args:
         found: result of `nonfinite_results`.
-        origins: operators that compute the first NaN or infinity, if they were searched for; else "".
+        origins: operators that compute the first NaN or infinity, if `options.locate` is set; else "".
     """
     if options.on_nonfinite == "skip":
         process.skipped_steps += 1
@@ -101,10 +101,10 @@ def report_nonfinite(found: str, origins: str, options: StepOptions, process: Pr
 
 
 class OriginSearch(TorchDispatchMode):
-    """Dispatch mode that finds the first operator whose result has NaN, or new infinity.
+    """Dispatch mode that finds the first operator whose result has NaN or infinity that its inputs lack.
 
-    It covers forward and backward, but ignores uninitialized memory and collectives. Operators are named by their nodes
-    in `graphs`, and in the graphs that these call.
+    It covers forward and backward, but ignores uninitialized memory and collectives. It names an operator by its node
+    in `graphs` or in their subgraphs.
     """
 
     def __init__(self, graphs: Iterable[fx.GraphModule]):
@@ -114,7 +114,7 @@ class OriginSearch(TorchDispatchMode):
 
     @functools.cached_property
     def graph_of_file(self) -> dict[str, fx.GraphModule]:
-        """{file name of a graph's generated code: the graph}, read after a graph has generated its code."""
+        """{file name of a graph's generated code: the graph}."""
         graphs = [one for root in self.roots for one in root.modules() if isinstance(one, fx.GraphModule)]
         return {code.co_filename: graph for graph in graphs for code in _code_of(graph)}
 
@@ -140,7 +140,7 @@ class OriginSearch(TorchDispatchMode):
         return self.nan or (f"{self.infinity} computes infinity from finite numbers" if self.infinity else "")
 
     def _name(self, func: Any) -> str:
-        """Name the graph node that runs an operator, or whose backward runs it."""
+        """Return the name of the graph node whose forward or backward runs an operator."""
         for line in reversed(backward_traceback()):
             if (place := _GENERATED.search(line)) and (name := self._node(place[1], int(place[2]))):
                 return f"the backward of {name}"
@@ -160,13 +160,13 @@ class OriginSearch(TorchDispatchMode):
 
 
 def _code_of(graph: fx.GraphModule) -> list[CodeType]:
-    """Return the generated code of a graph, and the code that was compiled from it if that is older."""
+    """Return the generated code of a graph, and the earlier generated code that was compiled, if any."""
     functions: list[Any] = [type(graph).forward, compiled_from(graph.forward)]
     return [function.__code__ for function in functions if function is not None]
 
 
 def _bad_kinds(values: Any) -> Iterator[str]:
-    """Yield "nan" and "inf" for values, at any depth, that contain them. Numbers count as values."""
+    """Yield "nan" and "inf" for values, at any depth, that contain them. Checks tensors and Python floats."""
     if isinstance(values, Mapping):
         values = values.values()
     elif isinstance(values, float):
@@ -198,12 +198,12 @@ def searching(graphs: Iterable[fx.GraphModule]) -> Iterator[OriginSearch]:
 
 
 def origins_on_all_ranks(origin: str, begins: Mapping[str, Any], process: Process) -> str:
-    """Return the origins that all ranks have found, as one text. A collective call.
+    """Return the origins of NaN and infinity that all ranks have found, as one text. A collective call.
 
     Args:
         origin: `OriginSearch.origin` of this rank.
-        begins: {name: input or local parameter} of the step. If some have NaN, they are the origin. Those with infinity
-            are named after the origin, because infinity can be intended, such as in a mask.
+        begins: {name: input or local parameter} of the step. If some have NaN, the result names only these. Inputs and
+            parameters with infinity come last in the text, because infinity can be intended, such as in a mask.
     """
     bad = [f"'{name}' {text} before the step" for name, value in begins.items() if (text := bad_entries(value))]
     nans = [text for text in bad if " nan" in text]

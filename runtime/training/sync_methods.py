@@ -1,4 +1,4 @@
-"""Methods of a partitioned model for `dp_sync`: data-parallel methods other than gradient all-reduce."""
+"""Methods of a partitioned model for `dp_sync`, which replaces the gradient all-reduce over data ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopart.runtime.shards.shard_owners import parameters_of
 
 
 class SyncMethods:
-    """Mixin of `ParallelModule` for `dp_sync`: data-parallel methods other than gradient all-reduce."""
+    """Mixin of `ParallelModule` for `dp_sync`, which replaces the gradient all-reduce over data ranks."""
 
     _local_parameters: Mapping[str, nn.Parameter]
     _traced: Callable[[str], Program]
@@ -96,7 +96,7 @@ class SyncMethods:
 
     @meeting
     def load_dp_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load state in the form that `dp_sync_state_dict` returns. Load the model's state before.
+        """Load state in the form that `dp_sync_state_dict` returns. Load the weights first.
 
         If another number of data ranks saved it, each rank loads the mean over the ranks that saved it. Raises
         CheckpointError if the state does not fit the module's `dp_sync`.
