@@ -28,8 +28,8 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
 
     It detects infinite gradients over all ranks. Either all ranks take a step or none does, and the scale stays equal.
-    When a model is partitioned, torch's class is patched to do this too. In addition, this class also works if
-    `scale(loss)` is never called. Its default `device` is "cuda", or "cpu" without GPUs.
+    When a model is partitioned, torch's class is patched to do this too. Unlike torch's class, this class also
+    works if `scale(loss)` is never called. Its default `device` is "cuda", or "cpu" without GPUs.
 
     Example:
         scaler = autopart.GradScaler()

@@ -211,8 +211,8 @@ def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_
     Args:
         row: this rank's values. The function replaces its field `norm`.
         norm: norm of this rank's shards, a scalar.
-        process: this rank. If replicas may have different weights (`dp_sync`), rows of ranks with other weights are
-            dropped.
+        process: this rank. If `dp_sync` lets replicas have different weights, the result has only the rows of ranks
+            of this rank's replica.
         of_one: True if only the ranks of this rank's pipeline stage exchange values; False for all ranks of the mesh.
     """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
@@ -260,7 +260,7 @@ def _stages(processes: Sequence[Process]) -> int:
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:
-    """Context manager: if a collective in it hangs, the watchdog's error names the method `doing`."""
+    """Context manager: if a collective in it hangs, the watchdog's error has the text `doing`."""
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
@@ -340,7 +340,7 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def check_finite(total: Tensor, asked: bool) -> None:
-    """Raise RuntimeError, as torch does, if the norm is not finite and the caller has requested the check."""
+    """Raise torch's RuntimeError if the norm is not finite and `asked` (`error_if_nonfinite`) is True."""
     if asked and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}: not finite, so nothing was clipped\n"

@@ -86,7 +86,7 @@ class LossScalingMethods:
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the next `step` multiplies the loss. The step divides the gradients by it again.
+        """Factor by which the next `step` multiplies the loss, and then divides the gradients.
 
         It is 1 without `precision="fp16"`.
         """

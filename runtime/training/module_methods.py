@@ -194,7 +194,7 @@ def patch_wrappers() -> None:
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
     """Raise UsageError if one of the modules to wrap is, or contains, a partitioned model.
 
-    For `torch.compile` of a partitioned model, it only warns that the model is not compiled.
+    If `wrapper` is the class of `torch.compile`, only warns that the model is not compiled.
     """
     if wrapper == "OptimizedModule":
         if isinstance(modules, ModuleMethods):

@@ -82,11 +82,11 @@ def _dense(value: Tensor) -> Tensor:
 
 
 def report_nonfinite(found: str, origins: str, options: StepOptions, process: Process) -> None:
-    """Raise NonFiniteError for a step whose loss or gradients are not finite, or count it and warn.
+    """Raise NonFiniteError for a step whose loss or gradients are not finite, or warn if it is skipped.
 
     Args:
         found: result of `nonfinite_results`.
-        origins: operators that compute the first NaN or infinity, if they were searched for; else "".
+        origins: operators that compute the first NaN or infinity, if `options.locate` is set; else "".
     """
     if options.on_nonfinite == "skip":
         process.skipped_steps += 1
@@ -140,7 +140,7 @@ class OriginSearch(TorchDispatchMode):
         return self.nan or (f"{self.infinity} computes infinity from finite numbers" if self.infinity else "")
 
     def _name(self, func: Any) -> str:
-        """Name the graph node that runs an operator, or whose backward runs it."""
+        """Return the name of the graph node whose forward or backward runs an operator."""
         for line in reversed(backward_traceback()):
             if (place := _GENERATED.search(line)) and (name := self._node(place[1], int(place[2]))):
                 return f"the backward of {name}"
@@ -198,7 +198,7 @@ def searching(graphs: Iterable[fx.GraphModule]) -> Iterator[OriginSearch]:
 
 
 def origins_on_all_ranks(origin: str, begins: Mapping[str, Any], process: Process) -> str:
-    """Return the origins that all ranks have found, as one text. A collective call.
+    """Return the origins of NaN and infinity that all ranks have found, as one text. A collective call.
 
     Args:
         origin: `OriginSearch.origin` of this rank.

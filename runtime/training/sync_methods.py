@@ -1,4 +1,4 @@
-"""Methods of a partitioned model for `dp_sync`: data-parallel methods other than gradient all-reduce."""
+"""Methods of a partitioned model for `dp_sync`, which replaces the gradient all-reduce over data ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopart.runtime.shards.shard_owners import parameters_of
 
 
 class SyncMethods:
-    """Mixin of `ParallelModule` for `dp_sync`: data-parallel methods other than gradient all-reduce."""
+    """Mixin of `ParallelModule` for `dp_sync`, which replaces the gradient all-reduce over data ranks."""
 
     _local_parameters: Mapping[str, nn.Parameter]
     _traced: Callable[[str], Program]
