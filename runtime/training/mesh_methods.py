@@ -104,7 +104,7 @@ class MeshMethods(nn.Module):
         return self._process.stop_requested
 
     def pause_timeout(self) -> AbstractContextManager[None]:
-        """Context manager that pauses the limit `timeout=` while this rank does other work, such as evaluation.
+        """Context manager that pauses the limit `timeout=` during other work of this rank, such as evaluation.
 
         Use it on the ranks that do the work. In their next call, other ranks then wait for these ranks without a limit.
 

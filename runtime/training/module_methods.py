@@ -155,7 +155,7 @@ class ModuleMethods(ModuleProxy):
         return attribute_of(source.model, name)
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method in READ_METHODS on the original model. If it returns a layer, return this module's layer."""
+        """Run one of READ_METHODS on the original model. If it returns a layer, return this module's layer."""
         model = self.__dict__["_source"].model
         needed = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
         try:
