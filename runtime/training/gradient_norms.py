@@ -340,7 +340,7 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def check_finite(total: Tensor, asked: bool) -> None:
-    """Raise torch's RuntimeError if the norm is not finite and `asked` (`error_if_nonfinite`) is True."""
+    """Raise RuntimeError, as torch does, if the norm is not finite and `error_if_nonfinite` is set."""
     if asked and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}: not finite, so nothing was clipped\n"

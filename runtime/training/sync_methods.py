@@ -1,4 +1,4 @@
-"""Methods of a partitioned model for `dp_sync`, which replaces the gradient all-reduce over data ranks."""
+"""Methods of a partitioned model for `dp_sync`, which replaces the all-reduce of gradients."""
 
 from __future__ import annotations
 
