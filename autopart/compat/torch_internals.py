@@ -6,6 +6,7 @@ import ctypes
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
@@ -451,6 +453,21 @@ def keep_for_ever(*things: Any) -> None:
     """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def lasting_library(namespace: str) -> torch.library.Library:
+    """Return a library whose operators are registered until the process ends.
+
+    Torch deregisters the operators of other libraries when Python ends. For an operator with three overloads, this
+    aborts the process.
+    """
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        found = finalizer.peek()
+        if found is not None and found[0] is library:
+            finalizer.detach()
+    keep_for_ever(library, library.m)
+    return library
 
 
 def register_node(kind: type, children: Callable[[Any], list[Any]]) -> None:

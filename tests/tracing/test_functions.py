@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from typing import Any
 
 import dist
@@ -373,6 +375,53 @@ class Sparsemax(torch.autograd.Function):
         return torch.where(output != 0, grad - grad.sum(-1, keepdim=True) / support, grad)
 
 
+class FusedGate(torch.autograd.Function):
+    """A gate as fused kernels compute it: on rows, and its backward overwrites what the forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        rows = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
+        c = torch.empty_like(rows[0])
+        c.copy_(F.silu(rows[0]) * rows[1])
+        ctx.of = a.shape
+        ctx.save_for_backward(*rows)
+        return c.view(a.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        a, b = ctx.saved_tensors
+        grad, s = grad.reshape(a.shape), torch.sigmoid(a)
+        of_b = grad * a * s
+        a.copy_(grad * s * (1 + a * (1 - s)) * b)
+        b.copy_(of_b)
+        return a.view(ctx.of), b.view(ctx.of)
+
+
+class FusedLoss(torch.autograd.Function):
+    """A linear layer and the sum of its cross-entropy, in chunks; the forward computes the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, reads: bool = False) -> Tensor:
+        of_x, of_weight, losses = torch.zeros_like(x), torch.zeros_like(weight), x.new_zeros(len(x))
+        if reads:
+            losses = losses / (target >= 0).sum().item()
+        for start in range(0, len(x), 5):
+            rows = slice(start, start + 5)
+            chances = (x[rows] @ weight.T).log_softmax(-1)
+            losses[rows] = F.nll_loss(chances, target[rows], reduction="none")
+            grad = chances.exp() - F.one_hot(target[rows], len(weight))
+            of_x[rows] = grad @ weight
+            of_weight += grad.T @ x[rows]
+        ctx.save_for_backward(of_x, of_weight)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        of_x, of_weight = ctx.saved_tensors
+        of_weight.mul_(grad)
+        return of_x * grad, of_weight, None, None
+
+
 TABLE = torch.rand(2 * SIZE, dtype=torch.float64)
 FORWARDS = {
     "draws": lambda x: x + torch.rand_like(x),
@@ -391,6 +440,8 @@ REFUSED = {
     "draws backwards": (lambda y, weight: Draws.apply(y),
                         "it draws random numbers, which its backward would draw again"),
     "returns None": (lambda y, weight: Any_.apply(y, "returns None")[0], "it returns None; it may return only tensors"),
+    "reads": (lambda y, weight: FusedLoss.apply(y.flatten(0, 1), weight, torch.arange(y[..., 0].numel()) % 8, True),
+              "it reads the value of a tensor, as .item() does"),
 }  # fmt: skip
 
 
@@ -400,7 +451,7 @@ def test_refused(case):
     with pytest.raises(TraceError) as raised:
         autopart.plan(model_of(call), "tp2", example_kwargs=example())
     what, *lines = str(raised.value).splitlines()
-    name = {"draws backwards": "Draws", "writes": "Sparsemax"}.get(case, "Any_")
+    name = {"draws backwards": "Draws", "writes": "Sparsemax", "reads": "FusedLoss"}.get(case, "Any_")
     assert what == f"{name} is an autograd.Function that cannot be traced"
     assert lines[0] == f"  why    {why}"
     assert lines[1].startswith(f"  where  {__file__}:")
@@ -412,6 +463,57 @@ def test_refused(case):
 def test_one_that_writes_to_what_nobody_reads_afterwards(mesh):
     found = autopart.verify(model_of(lambda y, weight: Sparsemax.apply(y * 3)), mesh, example_kwargs=example())
     assert found.ok and found.max_error < 1e-10, str(found)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+def test_fused_gate_is_pointwise_though_it_writes_and_flattens(mesh):
+    found = autopart.verify(
+        model_of(lambda y, weight: FusedGate.apply(y * 2, y @ weight)), mesh, example_kwargs=example()
+    )
+    assert found.ok and found.max_error < 1e-10, str(found)
+    assert not any("no sharding rule" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_fused_loss_with_and_without_a_rule(has_rule):
+    def loss(y, weight):
+        target = torch.arange(y[..., 0].numel()) % len(weight)
+        return y * FusedLoss.apply(y.flatten(0, 1), weight, target)
+
+    if has_rule:
+        autopart.rule(FusedLoss, "b d, n d, b ->", sum="b", whole="d n")
+    try:
+        for mesh in ("dp2", "tp2", "dp2,tp2"):
+            found = autopart.verify(model_of(loss), mesh, example_kwargs=example())
+            assert found.ok and found.max_error < 1e-10, str(found)
+            assert has_rule != any("FusedLoss" in note for note in found.notes)
+    finally:
+        for name in [name for name in REGISTERED if name.endswith("FusedLoss")]:
+            del REGISTERED[name]
+
+
+@pytest.mark.large
+def test_process_with_three_overloads_of_a_function_ends_normally():
+    """Torch aborts if it deregisters three overloads of one operator."""
+    code = """
+import torch
+from autopart.tracing.autograd.autograd_functions import operator_of
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, factor, *more):
+        return x.sum() * y.sum() * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, None
+
+x = torch.ones(3)
+for args in ((x, x, 1.0), (x, x, 2.0), (x, x, 3.0, x)):
+    operator_of(Scaled, *args)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class OwnMaximum(torch.autograd.Function):

@@ -5,7 +5,8 @@ overload for every class and signature. The operator runs the Function. Its back
 gradients. The operator has no sharding rule, so it is replicated until the user registers a rule.
 
 The Function is also traced alone, forward and backward. A Function that draws random numbers is rejected. A Function
-that writes to its inputs gets copies of them, and later uses of such an input are rejected.
+that writes to its inputs gets copies of them, and later uses of such an input are rejected. If its backward writes to
+saved tensors or gradients, as fused kernels do to save memory, it gets copies too.
 
 If both traces contain only pointwise operators on tensors of one shape, they are correct on any shard. The custom
 operator then runs these traces instead of the Function, and gets torch's tag `pointwise`.
@@ -30,7 +31,13 @@ import torch
 from torch import Tensor, fx
 
 from autopart.common.scoped import default_dtype, variable
-from autopart.compat.torch_internals import is_operator, trace_apart, tree_flatten
+from autopart.compat.torch_internals import (
+    DataDependentOutputException,
+    is_operator,
+    lasting_library,
+    trace_apart,
+    tree_flatten,
+)
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
@@ -38,13 +45,15 @@ from autopart.tracing.python.python_state import random_state
 from autopart.tracing.trace_errors import LostInTrace
 
 NAMESPACE = "autograd_function"
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY = lasting_library(NAMESPACE)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _ELEMENTWISE = frozenset(
-    f"aten::{name}" for name in ["alias", "clone", "detach", "ones_like", "zeros_like", "_to_copy"]
+    f"aten::{name}"
+    for name in ["alias", "clone", "copy", "detach", "empty_like", "ones_like", "zeros_like", "_to_copy"]
 )
 """Pointwise operators in addition to those with torch's tag."""
 _VIEWS = frozenset(f"aten::{name}" for name in ["view", "_unsafe_view", "reshape", "expand"])
+_WRITES_ALL = "aten::copy_"
 _HINT = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 _WRITES = "it writes to a tensor that it is given"
 _COMPUTING = ("torch.nn.", "torch.masked.")
@@ -60,7 +69,8 @@ class UserFunction:
         arguments: the call's arguments, with `Tensor` in place of each tensor.
         dtypes: the dtypes of the call's tensors. If `verify` later passes float64 tensors instead, tensors that the
             Function creates are float64 too.
-        written: indices of the tensors that the Function writes to. The Function gets copies of these tensors.
+        written: indices of the tensors that the forward writes to. The Function gets copies of these tensors.
+        written_after: the same for the backward; gradients of outputs follow the tensors.
     """
 
     function: Any
@@ -68,6 +78,7 @@ class UserFunction:
     autocast: torch.dtype | None
     dtypes: tuple[torch.dtype, ...]
     written: frozenset[int] = frozenset()
+    written_after: frozenset[int] = frozenset()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the autograd.Function and return its outputs.
@@ -89,6 +100,10 @@ class UserFunction:
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs whose entry in `wanted` is True, and None for all other inputs."""
+        copied = [
+            t.clone() if t is not None and i in self.written_after else t for i, t in enumerate((*tensors, *grads))
+        ]
+        tensors, grads = copied[: len(tensors)], copied[len(tensors) :]  # type: ignore[assignment]
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
             outputs = _as_tuple(self.outputs(inputs))
@@ -167,11 +182,11 @@ def name_function_nodes(graph: fx.Graph) -> None:
 
 
 class _WritesArguments(Exception):
-    """Exception: an autograd.Function writes to tensors that it was passed."""
+    """Exception: an autograd.Function writes to tensors that it was passed, in its forward or backward."""
 
-    def __init__(self, tensors: frozenset[int]):
+    def __init__(self, tensors: frozenset[int], in_backward: bool = False):
         super().__init__()
-        self.tensors = tensors
+        self.tensors, self.in_backward = tensors, in_backward
 
 
 def apply_as_operator(
@@ -225,12 +240,14 @@ def _registered(function: type, args: tuple) -> tuple[UserFunction, Made, list[T
     arguments = tuple(Tensor if isinstance(a, Tensor) else copy.deepcopy(a) for a in args)
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
     user = UserFunction(function, arguments, autocast, tuple(t.dtype for t in tensors))
-    try:
-        user_operator = _operator(user, tensors, wanted)
-    except _WritesArguments as writes:
-        user = replace(user, written=writes.tensors)
-        user_operator = _operator(user, tensors, wanted)
-    return user, user_operator, tensors
+    while True:
+        try:
+            return user, _operator(user, tensors, wanted), tensors
+        except _WritesArguments as writes:
+            if writes.in_backward:
+                user = replace(user, written_after=writes.tensors)
+            else:
+                user = replace(user, written=writes.tensors)
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
@@ -355,20 +372,25 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
     def backward(*all_tensors: Tensor) -> tuple[Tensor | None, ...]:
         before = _versions(all_tensors)
         grads = user.backward(all_tensors[: len(tensors)], all_tensors[len(tensors) :], wanted)
-        if _versions(all_tensors) != before:
-            raise _lost(user.function, _WRITES)
+        if written := _changed(before, _versions(all_tensors)):
+            raise _WritesArguments(written, in_backward=True)
         return grads
 
     state = random_state()
-    traces = [trace_apart(forward, tensors)]
-    if any(wanted):
-        traces.append(trace_apart(backward, [*tensors, *(n.meta["val"] for n in _returned(traces[0]))]))
+    try:
+        traces = [trace_apart(forward, tensors)]
+        if any(wanted):
+            traces.append(trace_apart(backward, [*tensors, *(n.meta["val"] for n in _returned(traces[0]))]))
+    except DataDependentOutputException as error:
+        raise _lost(user.function, "it reads the value of a tensor, as .item() does") from error
     drawn = any(torch.Tag.nondeterministic_seeded in n.target.tags for trace in traces for n in _calls(trace))
     if drawn or state != random_state():
         raise _lost(user.function, "it draws random numbers, which its backward would draw again")
-    for trace in traces:
-        _without_views(trace)
-    is_pointwise = single[0] and all(_is_pointwise(trace, tensors) for trace in traces)
+    full = tensors[0].shape
+    pointwise = [_pointwise(trace, full) for trace in traces] if single[0] else []
+    found = [trace for trace in pointwise if trace is not None]
+    is_pointwise = len(found) == len(traces)
+    traces = found if is_pointwise else traces
     return Examined(traces[0], traces[1] if any(wanted) else None, single[0], is_pointwise)
 
 
@@ -388,28 +410,37 @@ def _returned(trace: fx.GraphModule) -> Sequence[Any]:
     return trace.graph.output_node().args[0]
 
 
-def _without_views(trace: fx.GraphModule) -> None:
-    """Remove views that keep the shape, and unused calls, from a traced graph."""
+def _pointwise(trace: fx.GraphModule, full: torch.Size) -> fx.GraphModule | None:
+    """Return the graph without views and writes if every call is pointwise, and all tensors have one shape.
+
+    Views that only merge or split dims are removed: they do not move elements. Returns None for other graphs.
+    """
+    if not all(_may_be_pointwise(node, full) for node in trace.graph.nodes):
+        return None
+    inputs = [node.meta["val"] for node in trace.graph.nodes if node.op == "placeholder"]
+    if any(operator_name(node) == _WRITES_ALL or node.target._schema.is_mutable for node in _calls(trace)):
+        trace = trace_apart(torch.func.functionalize(trace, remove="mutations"), inputs)
+        if not all(_may_be_pointwise(node, full) for node in trace.graph.nodes):
+            return None
     for node in _calls(trace):
-        if operator_name(node) in _VIEWS and value(node).shape == value(node.args[0]).shape:
+        if operator_name(node) in _VIEWS:
             node.replace_all_uses_with(node.args[0])
     trace.graph.eliminate_dead_code()
     trace.recompile()
+    has_other_shapes = any(value(node).shape != full for node in _calls(trace))
+    return trace_apart(trace, inputs) if has_other_shapes else trace
 
 
-def _is_pointwise(trace: fx.GraphModule, tensors: Sequence[Tensor]) -> bool:
-    """Return True if every call of a graph is pointwise, and all tensors have one shape."""
-    full = tensors[0].shape
-    for node in trace.graph.nodes:
-        if node.op == "output":
-            continue
-        if not isinstance(value(node), Tensor) or value(node).shape != full:
-            return False
-        if node.op == "placeholder":
-            continue
-        if node.op != "call_function" or not is_operator(node.target) or not tensor_inputs(node):
-            return False
-        tagged = torch.Tag.pointwise in node.target.tags or operator_name(node) in _ELEMENTWISE
-        if not tagged or node.kwargs.get("device") is not None:
-            return False
-    return True
+def _may_be_pointwise(node: fx.Node, full: torch.Size) -> bool:
+    """Return True for a pointwise call or a view on tensors with as many elements as the shape `full`."""
+    if node.op == "output":
+        return True
+    if not isinstance(value(node), Tensor) or value(node).numel() != full.numel():
+        return False
+    if node.op == "placeholder":
+        return bool(value(node).shape == full)
+    if node.op != "call_function" or not is_operator(node.target) or not tensor_inputs(node):
+        return False
+    name = operator_name(node)
+    known = torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE or name in _VIEWS or name == _WRITES_ALL
+    return known and node.kwargs.get("device") is None
