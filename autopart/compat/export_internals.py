@@ -1,9 +1,10 @@
-"""Private APIs for torch.export: nested traces, `torch.cond`, `torch.func` transforms, lazy modules."""
+"""Private APIs for torch.export: nested traces, `torch.cond`, `torch.func`, lazy modules, libraries."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopart.common.scoped import attributes, variable
+from autopart.compat.torch_internals import keep_for_ever
 
 
 def trace_inside(
@@ -234,3 +236,18 @@ def restored_transforms() -> Iterator[None]:
     except BaseException:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         raise
+
+
+def lasting_library(namespace: str) -> torch.library.Library:
+    """Return a library whose operators are registered until the process ends.
+
+    Torch deregisters the operators of other libraries when Python ends. For an operator with three overloads, this
+    aborts the process.
+    """
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        found = finalizer.peek()
+        if found is not None and found[0] is library:
+            finalizer.detach()
+    keep_for_ever(library, library.m)
+    return library

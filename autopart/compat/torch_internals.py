@@ -6,7 +6,6 @@ import ctypes
 import functools
 import operator
 import types
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -453,21 +452,6 @@ def keep_for_ever(*things: Any) -> None:
     """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def lasting_library(namespace: str) -> torch.library.Library:
-    """Return a library whose operators are registered until the process ends.
-
-    Torch deregisters the operators of other libraries when Python ends. For an operator with three overloads, this
-    aborts the process.
-    """
-    library = torch.library.Library(namespace, "FRAGMENT")
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        found = finalizer.peek()
-        if found is not None and found[0] is library:
-            finalizer.detach()
-    keep_for_ever(library, library.m)
-    return library
 
 
 def register_node(kind: type, children: Callable[[Any], list[Any]]) -> None:

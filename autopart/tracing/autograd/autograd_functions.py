@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, fx
 
 from autopart.common.scoped import default_dtype, variable
+from autopart.compat.export_internals import lasting_library
 from autopart.compat.torch_internals import (
     DataDependentOutputException,
     is_operator,
-    lasting_library,
     trace_apart,
     tree_flatten,
 )
@@ -182,7 +182,7 @@ def name_function_nodes(graph: fx.Graph) -> None:
 
 
 class _WritesArguments(Exception):
-    """Exception: an autograd.Function writes to tensors that it was passed, in its forward or backward."""
+    """Exception: an autograd.Function's forward or backward writes to tensors that it was passed."""
 
     def __init__(self, tensors: frozenset[int], in_backward: bool = False):
         super().__init__()
