@@ -411,7 +411,7 @@ def _returned(trace: fx.GraphModule) -> Sequence[Any]:
 
 
 def _pointwise(trace: fx.GraphModule, full: torch.Size) -> fx.GraphModule | None:
-    """Return the graph without views and writes if every call is pointwise, and all tensors have one shape.
+    """Return the graph without views and writes if all calls are pointwise on tensors of one shape.
 
     Views that only merge or split dims are removed: they do not move elements. Returns None for other graphs.
     """
