@@ -37,6 +37,7 @@ from autopart.runtime.consistency.rank_checks import check_same_start, model_tex
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.consistency.same_call import ComparedCall, Comparison
 from autopart.runtime.executable import Executable
+from autopart.runtime.export_methods import ExportMethods
 from autopart.runtime.generation import GenerateMethods
 from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync
@@ -114,7 +115,7 @@ class ProgramSource(Protocol):
 class ParallelModule(
     GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, optimizer_methods.OptimizerMethods,
     FullValueMethods, OptimizerStateMethods, PretrainedFolderMethods, SaveMethods, FlushMethods, MetricsMethods,
-    ModuleMethods,
+    ExportMethods, ModuleMethods,
 ):  # fmt: skip
     """A model partitioned over a device mesh.
 

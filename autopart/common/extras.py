@@ -7,7 +7,7 @@ from typing import Any
 
 from autopart.errors import OptionError
 
-EXTRAS = ("block_search", "calibrate", "dp_sync", "generation", "interop", "pipedream_2bw")
+EXTRAS = ("block_search", "calibrate", "code_export", "dp_sync", "generation", "interop", "pipedream_2bw")
 """Packages below `autopart.extras`, each with a README."""
 
 

@@ -228,6 +228,24 @@ class Plan(ShownAsText):
         """
         return load_extra("interop").export(self, to, model)
 
+    def export_code(
+        self, folder: str | Path, model: nn.Module, *, example_args: tuple = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+    ) -> Path:  # fmt: skip
+        """Write the program of the plan as a Python package of plain tensors and `torch.distributed` calls.
+
+        `torchrun folder/run.py` trains it without autopart. Needs no process group: this process writes the code, the
+        example batch, and the weights of every rank. Returns the folder.
+
+        Args:
+            folder: a new or empty folder, or an exported package to overwrite.
+            model: the model of the plan, with its weights.
+            example_args, example_kwargs: one call of the model with its global batch.
+        Raises PlanError if the program has a part that exported code does not support, such as dropout.
+        """
+        load_extra("code_export").export_plan(self, Path(folder), model, example_args, example_kwargs or {})
+        return Path(folder)
+
     def diff(self, other: Plan) -> Difference:
         """Compare with another plan. The result prints as a table, and is false if the plans are equal."""
         from autopart.show.diff import diff

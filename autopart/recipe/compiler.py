@@ -184,6 +184,12 @@ class Compiler:
         """Return the forward program of the example call; None if no example call was traced."""
         return None if self._example is None else self._write(self._example, "forward")
 
+    def training_program(self) -> Program:
+        """Return the program of a training step for the last training call, or for the example call."""
+        call = self._last or self._example
+        assert call is not None, "no call was traced"
+        return self._write(call, "step")
+
     def agreed(self) -> dict[str, str]:
         """Return {name: text} of versions, options, plan and example. Each text must be equal on all ranks."""
         call = self._example.trace.call if self._example is not None else None
