@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopart.common.extras import load_extra
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.ir.program import Program
+from autopart.plans.code_package import code_export
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.training.layer_modes import LayerModes
@@ -55,7 +55,7 @@ class ExportMethods:
             )  # fmt: skip
         else:
             program, inputs = self._compiler.training_program(), None
-        load_extra("code_export").export_module(
+        code_export().export_module(
             Path(folder), self._process.rank, program, self._compiler.plan, self._local_parameters,
             self._local_buffers, inputs,
         )  # fmt: skip

@@ -27,6 +27,7 @@ from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.report_terms import Collective
 from autopart.ir.run.schedules import Schedule
 from autopart.ir.run.sync_option import ALL_REDUCE
+from autopart.plans.code_package import code_export
 from autopart.plans.figure_errors import reading_figures
 from autopart.plans.headlines import headlines
 from autopart.plans.why import SETTINGS, Why
@@ -243,7 +244,7 @@ class Plan(ShownAsText):
             example_args, example_kwargs: one call of the model with its global batch.
         Raises PlanError if the program has a part that exported code does not support, such as dropout.
         """
-        load_extra("code_export").export_plan(self, Path(folder), model, example_args, example_kwargs or {})
+        code_export().export_plan(self, Path(folder), model, example_args, example_kwargs or {})
         return Path(folder)
 
     def diff(self, other: Plan) -> Difference:

@@ -186,8 +186,7 @@ class Compiler:
 
     def training_program(self) -> Program:
         """Return the program of a training step for the last training call, or for the example call."""
-        call = self._last or self._example
-        assert call is not None, "no call was traced"
+        call: Any = self._last or self._example
         return self._write(call, "step")
 
     def agreed(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ def export_module(
     folder: Path, rank: int, program: Program, plan: Plan, parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor], inputs: Sequence[Any] | None,
 ) -> None:  # fmt: skip
-    """Write the part of a package that one rank of a partitioned module has: its weights; rank 0 also writes the code.
+    """Save the weights of one rank of a partitioned module. Rank 0 also writes the code.
 
     Args:
         inputs: inputs of the program for the batch to save; None: no batch is saved.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.compat.torch_internals import is_operator
 from autopart.errors import PlanError
 from autopart.ir.collective_nodes import MOVES, autopart_operator, axis_of
 from autopart.ir.facts import facts
@@ -27,20 +28,23 @@ _INFIX: Mapping[Any, str] = {
     torch.ops.aten.add.Tensor: "+", torch.ops.aten.sub.Tensor: "-", torch.ops.aten.mul.Tensor: "*",
     torch.ops.aten.div.Tensor: "/", operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//",
 }  # fmt: skip
-_METHODS = frozenset(
-    "amax chunk contiguous cos cumsum detach eq exp expand log masked_fill mean ne neg permute pow reshape rsqrt sin "
-    "split_with_sizes sqrt squeeze sum tanh transpose unsqueeze view".split()
-)
+_METHODS = (
+    "amax", "chunk", "contiguous", "cos", "cumsum", "detach", "eq", "exp", "expand", "log", "masked_fill", "mean", "ne",
+    "neg", "permute", "pow", "reshape", "rsqrt", "sin", "split_with_sizes", "sqrt", "squeeze", "sum", "tanh",
+    "transpose", "unsqueeze", "view",
+)  # fmt: skip
 _FUNCTIONAL = {"linear": 3, "silu": 1, "gelu": 1, "relu": 1, "layer_norm": 5, "scaled_dot_product_attention": 6}
 """{function of torch.nn.functional: the most positional arguments that it shares with the aten operator}."""
-RESERVED = frozenset("F aten checkpoint collectives device float local_operators operator slice torch w".split())
+RESERVED = (
+    "F", "aten", "checkpoint", "collectives", "device", "float", "local_operators", "operator", "slice", "torch", "w",
+)  # fmt: skip
 """Names that values in generated code cannot have."""
 INDENT = "    "
 MAX_COLUMNS = 120
 
 
 class Names:
-    """Names of values in one generated function: the operator's name, with a number if it is not the first."""
+    """Names of values in one generated function: the operator's name, then `name_1`, `name_2`."""
 
     def __init__(self, given: Mapping[fx.Node, str], weights_prefix: str = ""):
         self.names: dict[fx.Node, str] = dict(given)
@@ -90,13 +94,13 @@ def _base_name(node: fx.Node) -> str:
     return f"{name}_value" if name.isdigit() or keyword.iskeyword(name) or name in RESERVED else name
 
 
-def _operator_base(node: fx.Node) -> str:
+def _operator_base(node: Any) -> str:
     if node.target is operator.getitem:
         return "part"
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target.overloadpacket.__name__
+    if is_operator(node.target):
+        name = str(node.target.overloadpacket.__name__)
         return "attention" if name == "scaled_dot_product_attention" else name
-    return getattr(node.target, "__name__", node.name)
+    return str(getattr(node.target, "__name__", node.name))
 
 
 def expression(node: fx.Node, names: Names) -> str:
@@ -104,20 +108,22 @@ def expression(node: fx.Node, names: Names) -> str:
 
     Raises PlanError for an operator that exported code cannot contain.
     """
-    target, args = node.target, [names.text(argument) for argument in node.args]
+    target: Any = node.target
+    args = [names.text(argument) for argument in node.args]
     keywords = {key: names.text(given) for key, given in node.kwargs.items() if given is not None}
     arguments = ", ".join([*args, *(f"{key}={text}" for key, text in keywords.items())])
     if (name := autopart_operator(node)) is not None:
         if name == "cast":
             return f"{args[0]}.to({args[1]})"
         if name not in COLLECTIVES and name not in LOCAL_OPERATORS:
-            raise unsupported(f"the operator {name} ({describe(node)})", "it is a kernel of autopart")
+            raise unsupported(f"the operator {name} ({describe(node)})", "it is a kernel of autopart",
+                              "context='gather' or 'ulysses'" if name == "ring_attention" else "")  # fmt: skip
         return f"{'collectives' if name in COLLECTIVES else 'local_operators'}.{name}({arguments})"
     if target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
     if target in _INFIX and len(args) == 2 and not keywords:
         return f"{args[0]} {_INFIX[target]} {args[1]}"
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+    if is_operator(target) and target.namespace == "aten":
         packet = target.overloadpacket.__name__
         if packet in _METHODS and isinstance(node.args[0], fx.Node):
             return f"{args[0]}.{packet}({arguments.partition(', ')[2] if len(args) > 1 or keywords else ''})"
@@ -128,18 +134,18 @@ def expression(node: fx.Node, names: Names) -> str:
         overloads = target.overloadpacket.overloads()
         return f"aten.{packet}{'' if overloads == ['default'] else f'.{target._overloadname}'}({arguments})"
     if getattr(target, "__module__", "") == "_operator":
-        return f"operator.{target.__name__}({arguments})"  # type: ignore[union-attr]
+        return f"operator.{target.__name__}({arguments})"
     raise unsupported(f"the operator {describe(node)}", "it is not an operator of torch")
 
 
-def unsupported(what: str, why: str) -> PlanError:
+def unsupported(what: str, why: str, hint: str = "") -> PlanError:
     """Return the error for a part of a program that cannot be exported as code."""
     return PlanError(f"{what} cannot be exported as code", why=why,
-                     hint="train with autopart.parallelize, which runs every plan, or change the option")  # fmt: skip
+                     hint=hint or "train with autopart.parallelize, which runs every plan")  # fmt: skip
 
 
 def statements(nodes: Iterable[fx.Node], names: Names, note: Callable[[fx.Node], str], path: str = "") -> list[str]:
-    """Return the lines that compute nodes: a comment where the module changes, one statement for each node.
+    """Return the lines that compute nodes: one statement for each, and a comment for each module.
 
     Args:
         note: returns the comment of a collective, "" for other nodes.
@@ -153,7 +159,8 @@ def statements(nodes: Iterable[fx.Node], names: Names, note: Callable[[fx.Node],
         if module != shown:
             relative = module.removeprefix(path).removeprefix(".") if path else module
             line = source_line(node)
-            lines.append(f"# {relative or ('the block itself' if path else 'the model itself')}" + (f" ({line})" if line else ""))
+            title = relative or ("the block itself" if path else "the model itself")
+            lines.append(f"# {title} ({line})" if line else f"# {title}")
             shown = module
         if comment := note(node):
             lines += _wrapped_comment(comment)

@@ -29,7 +29,7 @@ def device() -> torch.device:
 
 
 def connect(mesh: dict[str, int], axes: list[str]) -> None:
-    """Create the process groups of this rank. Ranks are numbered with the last axis of the mesh varying fastest.
+    """Create the process groups of this rank. The last axis of the mesh varies fastest with the rank.
 
     Args:
         mesh: {axis: number of ranks}.
@@ -90,7 +90,8 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: DimSharding) -> Tensor
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: DimSharding) -> Tensor:
     shards = torch.cat([dim.padded(dim.take(x, rank)) for rank in range(group.size())])
     mine = shards.new_empty(shards.size(0) // group.size(), *shards.shape[1:])
-    dist.reduce_scatter_tensor(mine, shards, group=group)
+    # Newer versions of torch have another name for it.
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(mine, shards, group=group)
     return dim.trimmed(mine, group.rank()).contiguous()
 
 
@@ -158,7 +159,7 @@ def _dim(x: Tensor, axis: str, dim: int, size: int, sections: tuple[int, ...] | 
 
 
 def sum_grad(x: Tensor, axis: str, **dtypes: Any) -> Tensor:
-    """Return `x`. The gradient is summed over the axis."""
+    """Return `x`. The gradient is all-reduced."""
     return _run("sum_grad", x, axis, **dtypes)
 
 
@@ -173,7 +174,7 @@ def own(x: Tensor, axis: str, **dtypes: Any) -> Tensor:
 
 
 def own_both(x: Tensor, axis: str, **dtypes: Any) -> Tensor:
-    """Return `x` on the first rank of the axis, and zeros on other ranks. The same happens to the gradient."""
+    """Return `x` on the first rank, and zeros on other ranks. The gradient is treated equally."""
     return _run("own_both", x, axis, **dtypes)
 
 
@@ -183,7 +184,7 @@ def all_reduce(x: Tensor, axis: str, **dtypes: Any) -> Tensor:
 
 
 def all_reduce_both(x: Tensor, axis: str, **dtypes: Any) -> Tensor:
-    """Sum over the axis. The gradient is summed too."""
+    """Sum over the axis. The gradient is all-reduced, too."""
     return _run("all_reduce_both", x, axis, **dtypes)
 
 

@@ -1,10 +1,11 @@
-"""Train this package: `torchrun --nproc-per-node RANKS run.py`. Each rank has its own weights in `weights/`."""
+"""Train this package: `torchrun --nproc-per-node RANKS run.py`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss:.12f}", flush=True)
+            sys.stdout.write(f"step {step}: loss {loss:.12f}\n")
     dist.destroy_process_group()
 
 

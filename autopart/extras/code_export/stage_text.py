@@ -22,7 +22,7 @@ MIN_CALLS = 4
 
 
 @dataclass
-class _Block:
+class CallBlock:
     """Consecutive operators of one numbered module, such as `model.layers.3`.
 
     Attributes:
@@ -83,13 +83,15 @@ class StageText:
         self.shared: dict[str, str] = {}
         values: list[str] = []
         for stage_input, result in zip(self.stage.inputs, results, strict=False):
-            key = (result if isinstance(result, fx.Node) else repr(result), stage_input.batch_dim, stage_input.sections)
-            if key not in inputs:
-                inputs[key] = stage_input.name
+            value = result if isinstance(result, fx.Node) else repr(result)
+            input_key = (value, stage_input.batch_dim, stage_input.sections)
+            if input_key not in inputs:
+                inputs[input_key] = stage_input.name
                 values.append(names.text(result))
-            self.shared[stage_input.name] = inputs[key]
+            self.shared[stage_input.name] = inputs[input_key]
         arguments = ", ".join(["w", *(node.name for node in graph.nodes if node.op == "placeholder")])
-        head = [f"def prologue({arguments}):", f'{INDENT}"""Compute masks, positions and labels of the global batch."""']
+        doc = '"""Compute masks, positions and labels of the global batch."""'
+        head = [f"def prologue({arguments}):", f"{INDENT}{doc}"]
         end = f"{INDENT}return ({', '.join(values)}{',' * (len(values) == 1)})"
         return [(name, *key[1:]) for key, name in inputs.items()], [*head, *_indented(lines), end]
 
@@ -129,12 +131,12 @@ class StageText:
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
 
-    def _blocks(self, graph: fx.Graph) -> list[_Block]:
+    def _blocks(self, graph: fx.Graph) -> list[CallBlock]:
         calls = [node for node in graph.nodes if node.op == "call_function"]
         for node in graph.nodes:
             if node.op == "call_module":
                 raise unsupported(f"the submodule {node.target}", "it contains operators of its own")
-        blocks = [_Block(path, region, list(nodes)) for (path, region), nodes in groupby(calls, _block_key)]
+        blocks = [CallBlock(path, region, list(nodes)) for (path, region), nodes in groupby(calls, _block_key)]
         for block in blocks:
             members = set(block.nodes)
             read = [n for node in block.nodes for n in node.all_input_nodes if n not in members]
@@ -142,9 +144,9 @@ class StageText:
             block.outputs = [node for node in block.nodes if not members.issuperset(node.users)]
         return blocks
 
-    def _as_function(self, block: _Block, given: dict[fx.Node, str]) -> None:
+    def _as_function(self, block: CallBlock, given: dict[fx.Node, str]) -> None:
         """Write a block as a function, unless an equal function exists. Sets `block.function`."""
-        if (not block.path and block.region is None) or len(block.nodes) < MIN_CALLS and block.region is None:
+        if block.region is None and (not block.path or len(block.nodes) < MIN_CALLS):
             return
         names = Names({}, block.prefix)
         for node in block.inputs:
@@ -162,7 +164,7 @@ class StageText:
         block.function = self.functions[text]
         self.uses_checkpoint |= block.region is not None
 
-    def _call(self, run: Sequence[_Block], names: Names) -> list[str]:
+    def _call(self, run: Sequence[CallBlock], names: Names) -> list[str]:
         """Write the call of one block, or a loop over equal blocks."""
         first, last = run[0], run[-1]
         if len(run) == 1:
@@ -186,7 +188,7 @@ class StageText:
         code = self._call_code(first, f'f"{stem}.{{index}}."', arguments)
         return [*lines, f"for index in range({begin}, {end}):", f"{INDENT}{', '.join(results)} = {code}"]
 
-    def _call_code(self, block: _Block, prefix: str, arguments: Sequence[str]) -> str:
+    def _call_code(self, block: CallBlock, prefix: str, arguments: Sequence[str]) -> str:
         weights = f"weights_below(w, {prefix})" if block.path else "w"
         if block.region is not None:
             return f"checkpoint({', '.join([block.function, weights, *arguments])}, use_reentrant=False)"
@@ -226,7 +228,7 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _function_name(block: _Block) -> str:
+def _function_name(block: CallBlock) -> str:
     """Return the name of the class of a block's module as a function name, such as `llama_decoder_layer`."""
     stack = facts(block.nodes[0]).get("nn_module_stack") or {}
     kind = next((kind for path, kind in stack.values() if path == block.path), "block")
@@ -244,8 +246,8 @@ def _free(base: str, used: Any) -> str:
     return name
 
 
-def _carried(block: _Block, after: _Block) -> dict[int, int] | None:
-    """Return {position of an input: position of the output of the block before} of values that a loop carries.
+def _carried(block: CallBlock, after: CallBlock) -> dict[int, int] | None:
+    """Return {index of an input: index of the output of the block before} of values that a loop carries.
 
     Returns None if an input is neither such a value nor equal for both blocks.
     """
@@ -258,9 +260,9 @@ def _carried(block: _Block, after: _Block) -> dict[int, int] | None:
     return carried
 
 
-def _loops(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+def _loops(blocks: Sequence[CallBlock]) -> Iterator[list[CallBlock]]:
     """Group consecutive calls of one function on modules with consecutive numbers, which a loop can call."""
-    run: list[_Block] = []
+    run: list[CallBlock] = []
     for block in blocks:
         if run and _continues(run, block):
             run.append(block)
@@ -272,7 +274,7 @@ def _loops(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
         yield run
 
 
-def _continues(run: Sequence[_Block], block: _Block) -> bool:
+def _continues(run: Sequence[CallBlock], block: CallBlock) -> bool:
     last = run[-1]
     if not block.function or block.function != last.function or not block.path:
         return False

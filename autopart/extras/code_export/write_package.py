@@ -127,7 +127,7 @@ def check_supported(program: Program) -> None:
 
 
 class _Notes:
-    """Comments of collectives: source line, placements, bytes and predicted time."""
+    """Comments of collectives: placements, bytes, predicted time and source line."""
 
     def __init__(self, program: Program, hardware: Hardware | None):
         self.mesh, self.hardware = program.mesh, hardware
@@ -237,9 +237,13 @@ def _settings(program: Program) -> str:
         ("SIZES", list(program.sizes.values()), "Sizes that the prologues have as inputs."),
         ("TIED", tied, "{parameter that several stages use: these stages}."),
         ("LOSS_IS_SUM", layout.get(MICROBATCH_AXIS, R) == P, "True if the loss is a sum over microbatches."),
-        ("LOSS_AXES", [axis for axis in axes if layout.get(axis) == P], "Axes over which the loss is summed."),
+        ("LOSS_AXES", [axis for axis in axes if layout.get(axis) == P], "Axes over which the loss is all-reduced."),
         ("LOSS_DTYPE", sends[0].dtype, "Dtype of the loss."),
-        ("REDUCE_DTYPE", program.reduce_dtype, "Dtype in which gradients are summed; None: their own."),
+        (
+            "REDUCE_DTYPE",
+            program.reduce_dtype,
+            "Dtype in which gradients are all-reduced; None: their own.",
+        ),
     ]
     lines = [line for name, value, doc in rows for line in (f"{name} = {value!r}", f'"""{doc}"""')]
     return "\n".join(['"""Settings of the program, equal on every rank."""', "", "import torch", "", *lines, ""])
@@ -276,12 +280,12 @@ torchrun --nproc-per-node {ranks} run.py --steps 3
 | `sharding.py`, `local_operators.py` | helpers |
 | `weights/rank_N.pt` | parameters and buffers of rank N |
 
-A comment above each collective gives its mesh axis, the placements before and after it, the bytes, the predicted time of its forward and backward,
-and the line of the model's source. `S(0)` means sharded along dim 0, `R` replicated, `P` a partial sum, and `grad P` that the gradient is a partial sum.
-Gradients of the placement `R(grad P)` are summed where the code says so.
+A comment above each collective gives its mesh axis, the placements before and after it, the bytes and predicted time of
+its forward and backward, and the line of the model's source. Placements: `S(0)` is sharded along dim 0, `R` replicated,
+`P` a partial sum, `R(grad P)` replicated with a gradient that is a partial sum.
 
-With ZeRO, a sharded weight is gathered where a stage uses it, once per microbatch. autopart's own runtime also prefetches the gathers, reduces gradients
-during the backward, and uses kernels that skip masked keys. This package leaves these optimizations out.
+With ZeRO, a stage gathers a sharded weight before each use, once per microbatch. autopart's runtime also prefetches
+weights, reduces gradients during the backward, and uses kernels that skip masked keys. This package does not.
 """
 
 

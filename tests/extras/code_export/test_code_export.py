@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from click.testing import CliRunner
 from dist import run_ranks
 from torch import nn
 
 import autopart
+from autopart.cli.main import main
 from autopart.errors import PlanError
 
 WITHIN = 1e-10
@@ -34,7 +34,7 @@ CASES = {
     "pp2-tied": ({"microbatches": 2}, "gpt2"),
     "tp2-recompute": ({"recompute": "full"}, "llama"),
     "dp2,tp2": ({"zero": 3}, "gpt2"),
-    "pp2,tp2": ({"microbatches": 2, "sequence_parallel": "sharded"}, "llama"),
+    "pp2,tp2": ({"microbatches": 2, "sequence_parallel": True}, "llama"),
     "dp2,pp2": ({"zero": 3, "microbatches": 2}, "bert"),
 }
 MODULES = ("collectives", "local_operators", "run", "settings", "sharding", "training", "stage_0", "stage_1")
@@ -73,7 +73,7 @@ def export_and_train(names, root):
             pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
             pm.export(folder, example_kwargs=batch)
             dist.barrier()
-            expected = losses_of(lambda pm=pm: pm.step(**batch), pm.parameters(), optimizer)
+            expected = losses_of(lambda pm=pm, batch=batch: pm.step(**batch), pm.parameters(), optimizer)
             losses = losses_of_package(folder, optimizer)
             assert all(abs(a - b) <= WITHIN * abs(b) for a, b in zip(losses, expected, strict=True)), (
                 f"{name} with {optimizer}: {losses}, not {expected}"
@@ -105,3 +105,66 @@ def imports_of(file):
 def test_packages_of_every_axis_have_the_losses_of_autopart(ranks, tmp_path):
     names = [name for name in CASES if ("," in name) == (ranks == 4)]
     run_ranks(export_and_train, ranks, names, str(tmp_path), timeout_s=500)
+
+
+def test_the_command_writes_a_package(tmp_path):
+    """`autopart export` writes the weights of all ranks; the package's code equals that of `Plan.export_code`."""
+    model, batch = small()
+    plan = autopart.plan(model, "pp2,dp2", example_kwargs=batch, microbatches=2, zero=3)
+    plan.save(tmp_path / "plan.json")
+    arguments = ["export", tmp_path / "plan.json", "--model", "test_code_export:small", "-o", tmp_path / "a"]
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    assert result.output == f"wrote {tmp_path}/a: torchrun --nproc-per-node 4 {tmp_path}/a/run.py\n"
+    plan.export_code(tmp_path / "b", model, example_kwargs=batch)
+    for file in (tmp_path / "b").glob("*.py"):
+        assert (tmp_path / "a" / file.name).read_text() == file.read_text()
+    ranks = [torch.load(tmp_path / "a" / "weights" / f"rank_{rank}.pt")["parameters"] for rank in range(4)]
+    assert ranks[0].keys() == ranks[1].keys() and not ranks[0].keys() & ranks[2].keys()
+    halves = [rank["layers.0.weight"] for rank in ranks[:2]]
+    full = model.get_parameter("layers.0.weight")
+    assert any(torch.equal(torch.cat(halves, dim), full) for dim in (0, 1))
+
+
+def small():
+    torch.manual_seed(0)
+    return zoo.SkipMLP(4, 32), {"x": torch.randn(8, 32), "y": torch.randn(8, 32)}
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.up(x)).square().mean()
+
+
+def normed():
+    return Normed(), {"x": torch.randn(8, 8)}
+
+
+REFUSED = {
+    "batch norm": ("dp2", normed, {}, "the buffer norm.num_batches_tracked cannot be exported as code"),
+    "ring": ("cp2", zoo.llama, {"context": "ring"}, "the operator ring_attention"),
+    "dp_sync": ("dp2", zoo.gpt2, {"dp_sync": "powersgd:2"}, "dp_sync cannot be exported as code"),
+    "stages": ("pp2", zoo.gpt2, {"schedule": "interleaved_1f1b", "microbatches": 2}, "4 stages on pp=2 cannot be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_named(name, tmp_path):
+    mesh, build, options, text = REFUSED[name]
+    model, batch = build()
+    plan = autopart.plan(model, mesh, example_kwargs=batch, **options)
+    with pytest.raises(PlanError) as error:
+        plan.export_code(tmp_path / "package", model, example_kwargs=batch)
+    assert text in str(error.value)
+
+
+def test_other_folders_are_not_overwritten(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    model, batch = small()
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    with pytest.raises(PlanError, match="exists and is not an exported package"):
+        plan.export_code(tmp_path, model, example_kwargs=batch)
