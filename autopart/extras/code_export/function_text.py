@@ -89,9 +89,10 @@ class Names:
 def _base_name(node: fx.Node) -> str:
     name = _operator_base(node)
     if name == "linear" and (path := module_path(node)):
-        name = path.rpartition(".")[2]
+        last = path.rpartition(".")[2]
+        name = last if last.isidentifier() else name
     name = re.sub(r"\W", "_", name).strip("_").lower() or "value"
-    return f"{name}_value" if name.isdigit() or keyword.iskeyword(name) or name in RESERVED else name
+    return f"{name}_value" if keyword.iskeyword(name) or name in RESERVED else name
 
 
 def _operator_base(node: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from autopart.extras.code_export.function_text import INDENT, Names, statements, unsupported
+from autopart.extras.code_export.function_text import INDENT, RESERVED, Names, statements, unsupported
 from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
@@ -17,6 +17,8 @@ from autopart.ir.program import Stage
 from autopart.ops.operators import autopart_ops
 
 Note = Callable[[fx.Node], str]
+OTHER_NAMES = ("INDEX", "INPUTS", "RECEIVES", "PARAMETERS", "REDUCED", "forward", "prologue", "weights_below")
+"""Names that a stage module defines."""
 MIN_CALLS = 4
 """Minimum number of operators for which a block becomes a function."""
 
@@ -160,7 +162,7 @@ class StageText:
         body = "\n".join(_indented([*lines, f"return {', '.join(results)}"]))
         text = f"({', '.join(['w', *arguments])}):\n" + body
         if text not in self.functions:
-            self.functions[text] = _free(_function_name(block), set(self.functions.values()))
+            self.functions[text] = _free(_function_name(block), {*self.functions.values(), *RESERVED, *OTHER_NAMES})
         block.function = self.functions[text]
         self.uses_checkpoint |= block.region is not None
 

@@ -145,7 +145,7 @@ def normed():
 
 
 REFUSED = {
-    "batch norm": ("dp2", normed, {}, "the buffer norm.num_batches_tracked cannot be exported as code"),
+    "batch norm": ("dp2", normed, {}, "the buffer norm.running_mean cannot be exported as code"),
     "ring": ("cp2", zoo.llama, {"context": "ring"}, "the operator ring_attention"),
     "dp_sync": ("dp2", zoo.gpt2, {"dp_sync": "powersgd:2"}, "dp_sync cannot be exported as code"),
     "stages": ("pp2", zoo.gpt2, {"schedule": "interleaved_1f1b", "microbatches": 2}, "4 stages on pp=2 cannot be"),
