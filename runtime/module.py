@@ -387,7 +387,7 @@ class ParallelModule(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
-        """Return (executable for a call, started comparison of the call between ranks)."""
+        """Return (executable for a call, unfinished check that all ranks make the same call)."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values + (", inside no_sync()" if self._unreduced.is_open else "")
         tensors = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}

@@ -21,7 +21,10 @@ NAME = "add_fused_lm_head"
 
 
 def connect_trainer(kind: type) -> None:
-    """Replace `add_fused_lm_head` of TRL in the Python modules that define a trainer class and its bases."""
+    """Replace TRL's `add_fused_lm_head` by a function that accepts partitioned models.
+
+    It is replaced in the Python modules that define the trainer class `kind` and its base classes.
+    """
     for base in kind.__mro__:
         module = sys.modules.get(base.__module__)
         original = getattr(module, NAME, None)

@@ -140,7 +140,7 @@ class Table:
         return self.read_by(self.order)
 
     def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """Return {key (`named_in`) of each parameter that the operators read: its name in `parameters`}."""
+        """Return {name in the full model: name in `parameters`} of parameters that these operators read."""
         return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 

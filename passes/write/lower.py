@@ -171,7 +171,7 @@ class _Writer:
         self.tail = _Writer(trace, _decisions_of_tail(decisions), rng, local_rows, self) if decisions.tail else None
 
     def writer_of(self, node: fx.Node) -> _Writer:
-        """Return the writer of an operator: `self.tail` if it runs once for all microbatches, else `self`."""
+        """Return the object that writes an operator: `self.tail` if it runs once for all microbatches."""
         return self.tail if self.tail is not None and node in self.decisions.tail else self
 
     # Layouts

@@ -120,7 +120,7 @@ def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
 
 
 class _Trial:
-    """Results of an operator on one set of unsharded inputs, to compare runs on two ranks with them."""
+    """Reference results of an operator on unsharded inputs. Runs on two ranks are compared with them."""
 
     def __init__(self, node: fx.Node, values: Sequence[Tensor], parts: Sequence[tuple[int, int]]):
         self.node, self.parts = node, parts

@@ -169,7 +169,10 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
 
 
 def _check_signature(operator: str, new_rule: Rule) -> None:
-    """Raise RuleError if a line does not match the operator's schema, or `linear` has an invalid index."""
+    """Raise RuleError if a pattern of the rule does not match the operator's inputs and outputs.
+
+    It is also raised if `linear`, the indices of inputs in which the operator is linear, has an invalid index.
+    """
     for text in (new_rule.text, *new_rule.also):
         left, right = parse(text)
         tensors = f"{_count(len(left), 'input')} and {_count(len(right), 'output')}"

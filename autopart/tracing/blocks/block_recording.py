@@ -130,7 +130,10 @@ class RecordedCall:
         return (type(leaf), *_metadata(leaf), leaf.is_leaf, self.tracing.node_of(leaf) is not None)
 
     def is_intact(self) -> bool:
-        """Return True if the block has not replaced an argument of the call by another object."""
+        """Return True if the arguments of the block's call are still the same objects after it.
+
+        A block can replace an entry of a list or dict that it is given.
+        """
         leaves = tree_flatten(self.arguments)[0]
         return len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
 

@@ -1,4 +1,6 @@
-"""Storage of parameters: sharded over the data axes (ZeRO) or replicated, equally in all programs.
+"""Storage of parameters: sharded over the data axes (ZeRO) or replicated.
+
+All programs of a model, one per input shape and mode, store a parameter in the same way.
 
 With `zero` of 1 to 3, a rank of `dp` stores one shard of a weight and of its optimizer state (ZeRO: Rajbhandari et al.
 2020, arXiv:1910.02054, section 5; stage 3 is FSDP: Zhao et al. 2023, arXiv:2304.11277). That is an ordinary placement,
