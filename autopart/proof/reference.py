@@ -201,7 +201,7 @@ class Reference:
         return explain(self.subject, self.infinite) if self.infinite else None
 
     def _of_model(self, subject: GraphUnderTest) -> Results:
-        """Run the copy itself (not the trace) and differentiate it.
+        """Run the copy of the model, not its trace, and differentiate the result.
 
         If the model computes gradients itself, torch must differentiate twice. Attention kernels have no second
         derivative, so the run is then repeated with attention as plain operations. Raises TraceError if that fails too.

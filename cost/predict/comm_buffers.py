@@ -184,7 +184,7 @@ class StageCommBuffers:
     prefetch: int = 0
 
     def gathers(self, row: int) -> Iterator[MemoryEvent]:
-        """Yield the memory events of a group's all-gather in forward, and of the prefetch of later groups.
+        """Yield the memory events when a group of parameters is all-gathered in forward, and later ones prefetched.
 
         Args:
             row: index of the group in `rows`.

@@ -164,7 +164,7 @@ class Work(NamedTuple):
         """Return the seconds of the kernel or collective on one rank.
 
         Args:
-            times: samples, tokens and ranks, as multiples of those for which operators were counted.
+            times: factors by which the numbers of samples, tokens and ranks differ from those in the counted call.
         """
         size = float(self.size.at(times))
         if self.axis:
@@ -185,7 +185,7 @@ class Work(NamedTuple):
         """Return the bytes that a rank sends in a collective, or 0 for a kernel.
 
         Args:
-            times: samples, tokens and ranks, as multiples of those for which operators were counted.
+            times: factors by which the numbers of samples, tokens and ranks differ from those in the counted call.
         """
         if not self.axis:
             return 0.0
@@ -197,7 +197,7 @@ def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> 
 
     Args:
         works: pairs (kernel, number of runs).
-        times: samples, tokens and ranks, as multiples of those for which operators were counted.
+        times: factors by which the numbers of samples, tokens and ranks differ from those in the counted call.
     """
     flops: dict[str, float] = {}
     for work, count in works:

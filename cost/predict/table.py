@@ -451,7 +451,7 @@ class TableCost:
         return self._bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
 
     def whole_bytes(self, name: str) -> float:
-        """Return the bytes of an unsharded parameter if ZeRO 1 or 2 keeps it unsharded for a step, else 0."""
+        """Return the bytes of the unsharded copy that ZeRO 1 or 2 keeps during a step; 0 if there is none."""
         return self.read_bytes(name) if self.is_cut(name) and self.setting.zero < 3 else 0.0
 
     def once(self, parameters: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:

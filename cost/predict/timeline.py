@@ -185,9 +185,9 @@ def timeline(
       ranks are ready, and the receiving rank is idle. GPipe waits for its sends after the last forward and the last
       backward.
     - 1F1B waits for a send before the next send. In its steady state, it waits for a send together with the next
-      receive from the same neighbour. The model assumes that both end at the same moment, as if a gradient took as long
-      as its activation.
-    - If sends overlap, each direction between two ranks carries one value at a time. The model assumes that all
+      receive from the same neighbour. The timeline assumes that both end at the same moment, as if sending a gradient
+      took as long as sending its activation.
+    - If sends overlap, each direction between two ranks carries one value at a time. The timeline assumes that all
       receives are posted before the matching sends.
     - DualPipeV runs some pairs of actions as one action, and sends the results of both at the end of the pair.
     - The CPU of a rank issues actions one after another, ahead of the device. An action ends when the device has run

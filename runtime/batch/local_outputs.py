@@ -6,9 +6,9 @@ An output has one of three kinds:
 - `VALUE`: replicated, and independent of the samples, such as a parameter that the model returns.
 - `SUM`: replicated, and computed from the samples of all ranks, such as a loss or a count.
 
-If a user computes a loss from `ROWS` or `VALUE` outputs, each rank has one term of the total loss. The backward then
-sums the gradients of replicated outputs over all ranks. If a user computes a loss only from `SUM` outputs, every rank
-has the total loss. The gradients of the outputs then need no reduction.
+A loss that uses a `ROWS` or `VALUE` output counts as this rank's term of the total loss. Backward then sums the
+gradients of replicated outputs over all ranks. A loss that uses only `SUM` outputs counts as the total loss, which is
+equal on all ranks. The gradients of the outputs then need no reduction.
 """
 
 from __future__ import annotations

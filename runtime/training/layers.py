@@ -154,9 +154,11 @@ class LayerProxy(ModuleProxy):
     __class__ = property(_get_class, _set_class)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UsageError("a layer of a partitioned model cannot be called alone",
-                         why="its operators are a part of the program that pm(...) runs",
-                         hint="call the model's own layer, or let the model return what it computes")  # fmt: skip
+        raise UsageError(
+            "a layer of a partitioned model cannot be called alone",
+            why="its operators are a part of the program that pm(...) runs",
+            hint="call the layer of the unpartitioned model, or let forward() return what the layer computes",
+        )
 
     @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

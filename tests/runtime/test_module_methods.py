@@ -232,7 +232,7 @@ HOOK = """a hook on a layer of a partitioned model would never run
 OF_A_LAYER = {
     "forward": """a layer of a partitioned model cannot be called alone
   why    its operators are a part of the program that pm(...) runs
-  try    call the model's own layer, or let the model return what it computes""",
+  try    call the layer of the unpartitioned model, or let forward() return what the layer computes""",
     **{name: HOOK for name in RIGHT if name.endswith("_hook") and ("forward" in name or "backward" in name)},
 }
 """Refused on a layer."""

@@ -58,7 +58,7 @@ class SyncTransport(Protocol):
 
 
 class ListTransport:
-    """Transport between all ranks in one process."""
+    """Transport if all ranks run in one process: values are lists with one tensor per rank."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks

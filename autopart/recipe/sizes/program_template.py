@@ -180,13 +180,13 @@ def _check_equal(name: str, modules: Sequence[fx.GraphModule]) -> None:
 
 
 class _SizedStages(NamedTuple):
-    """Stages whose graphs have size inputs.
+    """Stages whose graphs take sizes, such as the sequence length, as integer inputs.
 
     Attributes:
-        stages: the stages of the first trace, with size inputs.
-        inputs: for each stage, the size inputs of its graph.
-        formulas: {name of a size input: formula that computes it}. Every prologue (the graph of a stage that runs
-            before the microbatches) takes its size inputs in this order.
+        stages: the stages of the first trace, with these inputs.
+        inputs: for each stage, the integer inputs of its graph.
+        formulas: {name of an integer input: formula that computes it}. Every prologue (the graph of a stage that runs
+            before the microbatches) takes its integer inputs in this order.
     """
 
     stages: tuple[Stage, ...]

@@ -1,8 +1,8 @@
 """Expert folding: axes that shard the sequence or features of other operators also shard experts.
 
 An expert axis (`ep`) shards the experts of every mixture of experts. An axis of another kind (`cp`, `tp`) shards the
-experts of a mixture only if a pin or a plan requests this: it shards a weight of the mixture by expert, or it
-dispatches the mixture's tokens over the axis. All these axes together shard the experts like one flattened axis. This
+experts of a mixture only if a pin or a plan shards a weight of the mixture by expert over this axis, or dispatches
+the mixture's tokens over it. All these axes together shard the experts like one flattened axis. This
 is Megatron's parallel folding (Liu et al. 2025, arXiv:2504.14960), chosen separately for each mixture.
 """
 
