@@ -215,7 +215,8 @@ def own_frames(stack_trace: str) -> str:
 
 
 def name_outputs(
-    model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str], call: Call
+    model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str], call: Call,
+    constants: Mapping[str, torch.Tensor],
 ) -> tuple[str, ...]:  # fmt: skip
     """Split the outputs of an exported program into the model's outputs and new values of its tensors.
 
@@ -237,7 +238,7 @@ def name_outputs(
         elif any(map(is_host_draw, ancestors_of([result]))):
             name = users_name(spec.target)
             notes.append(f"forward() augments its input '{name}' in place: the caller's tensor keeps its values")
-        elif _is_idempotent(graph, result, name := users_name(spec.target), call):
+        elif _is_idempotent(graph, result, name := users_name(spec.target), call, constants):
             notes.append(f"forward() writes to its input '{name}': the caller's tensor keeps its values")
         else:
             raise TraceError(
@@ -252,16 +253,20 @@ def name_outputs(
 
 
 @torch.no_grad()
-def _is_idempotent(graph: fx.Graph, result: fx.Node, name: str, call: Call) -> bool:
+def _is_idempotent(
+    graph: fx.Graph, result: fx.Node, name: str, call: Call, constants: Mapping[str, torch.Tensor]
+) -> bool:  # fmt: skip
     """Return True if writing a new value to an input a second time would change nothing.
 
-    The new value must depend only on inputs. It is computed twice, for the example's values and for some others.
+    The new value must depend only on inputs and constants. It is computed twice, for the example's values and
+    for some others.
     """
-    nodes = [node for node in graph.nodes if node in ancestors_of([result])]
+    needed = ancestors_of([result])
+    nodes = [node for node in graph.nodes if node in needed]
     given = dict(zip(call.names, call.tensors, strict=True))
-    if any(node.op == "get_attr" or draws_random_numbers(node) for node in nodes):
+    if any(draws_random_numbers(node) or (node.op == "get_attr" and node.target not in constants) for node in nodes):
         return False
-    if not all(map(has_values, given.values())):
+    if not all(map(has_values, (*given.values(), *constants.values()))):
         return False
 
     def written(tensor: torch.Tensor) -> torch.Tensor:
@@ -270,6 +275,8 @@ def _is_idempotent(graph: fx.Graph, result: fx.Node, name: str, call: Call) -> b
             if node.op == "placeholder":
                 source = tensor if node.meta["input_name"] == name else given[node.meta["input_name"]]
                 values[node] = source.clone()
+            elif node.op == "get_attr":
+                values[node] = constants[str(node.target)]
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
