@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_aggregate
 
-from autopart.compat.torch_internals import AUTOCAST, is_higher_order, is_operator
+from autopart.compat.torch_internals import AUTOCAST, has_values, is_higher_order, is_operator
 from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import (
@@ -215,7 +215,8 @@ def own_frames(stack_trace: str) -> str:
 
 
 def name_outputs(
-    model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]
+    model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str], call: Call,
+    constants: Mapping[str, torch.Tensor],
 ) -> tuple[str, ...]:  # fmt: skip
     """Split the outputs of an exported program into the model's outputs and new values of its tensors.
 
@@ -237,6 +238,8 @@ def name_outputs(
         elif any(map(is_host_draw, ancestors_of([result]))):
             name = users_name(spec.target)
             notes.append(f"forward() augments its input '{name}' in place: the caller's tensor keeps its values")
+        elif _is_idempotent(graph, result, name := users_name(spec.target), call, constants):
+            notes.append(f"forward() writes to its input '{name}': the caller's tensor keeps its values")
         else:
             raise TraceError(
                 f"{type(model).__name__} writes to its input '{users_name(spec.target)}' in its forward",
@@ -247,6 +250,45 @@ def name_outputs(
             )
     output.args = (tuple(kept), updates)
     return tuple(notes)
+
+
+@torch.no_grad()
+def _is_idempotent(
+    graph: fx.Graph, result: fx.Node, name: str, call: Call, constants: Mapping[str, torch.Tensor]
+) -> bool:  # fmt: skip
+    """Return True if writing a new value to an input a second time would change nothing.
+
+    The new value must depend only on inputs and constants. It is computed twice, for the example's values and
+    for some others.
+    """
+    needed = ancestors_of([result])
+    nodes = [node for node in graph.nodes if node in needed]
+    given = dict(zip(call.names, call.tensors, strict=True))
+    if any(draws_random_numbers(node) or (node.op == "get_attr" and node.target not in constants) for node in nodes):
+        return False
+    if not all(map(has_values, (*given.values(), *constants.values()))):
+        return False
+
+    def written(tensor: torch.Tensor) -> torch.Tensor:
+        values = {}
+        for node in nodes:
+            if node.op == "placeholder":
+                source = tensor if node.meta["input_name"] == name else given[node.meta["input_name"]]
+                values[node] = source.clone()
+            elif node.op == "get_attr":
+                values[node] = constants[str(node.target)]
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+        new: torch.Tensor = values[result]
+        return new
+
+    example = given[name]
+    others = [~example] if example.dtype == torch.bool else [example + 1, example - 1, 10 * example]
+    try:
+        return all(torch.equal(once := written(tensor), written(once)) for tensor in (example, *others))
+    except Exception:  # an operator does not accept the other values, so nothing is known
+        return False
 
 
 def _detached(update: fx.Node) -> fx.Node:

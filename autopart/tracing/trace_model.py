@@ -394,7 +394,7 @@ def _from_exported(
     def named_as(target: str) -> str:
         return inputs.get(target, name_of(target))
 
-    notes += name_outputs(users_model(model), graph, signature.output_specs, named_as)
+    notes += name_outputs(users_model(model), graph, signature.output_specs, named_as, call, constants)
     check_unwritten(model, graph.output_node().args[1])
     name_function_nodes(graph)
     if arguments.get(_NO_CACHE) is False:
