@@ -184,7 +184,9 @@ class StageCommBuffers:
     prefetch: int = 0
 
     def gathers(self, row: int) -> Iterator[MemoryEvent]:
-        """Yield the memory events when a group of parameters is all-gathered in forward, and later ones prefetched.
+        """Yield the memory events of the all-gather of a group of parameters in forward.
+
+        The next groups are prefetched.
 
         Args:
             row: index of the group in `rows`.
