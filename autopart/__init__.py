@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from autopart.proof.verify import Verification, verify
     from autopart.runtime.module import ParallelModule
     from autopart.runtime.training.grad_scaler import GradScaler
+    from autopart.show.compare_trace import TraceComparison, compare
     from autopart.tracing.dynamic.host_functions import host_function
     from autopart.tuning.search import search
 
 __all__ = [
     "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "LoopVerification", "Mesh",
-    "ParallelModule", "Plan", "ResumeVerification", "RuleCheck", "Simulation", "Verification", "calibrate",
-    "check_rule", "crossover", "doctor", "from_pretrained", "host_function", "parallelize", "pins_from", "plan", "rule",
-    "search", "search_blocks", "simulate", "verify", "verify_loop", "verify_resume",
+    "ParallelModule", "Plan", "ResumeVerification", "RuleCheck", "Simulation", "TraceComparison", "Verification",
+    "calibrate", "check_rule", "compare", "crossover", "doctor", "from_pretrained", "host_function", "parallelize",
+    "pins_from", "plan", "rule", "search", "search_blocks", "simulate", "verify", "verify_loop", "verify_resume",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -48,7 +49,8 @@ _MODULE_OF = {
     "LoopVerification": "proof.training_loop.verify_loop",
     "ParallelModule": "runtime.module", "Plan": "plans.plan", "RuleCheck": "proof.rules.user_rules",
     "Simulation": "cost.predict.simulate", "Verification": "proof.verify",
-    "calibrate": "extras.calibrate", "check_rule": "proof.rules.user_rules", "crossover": "cost.formula.plan_cost",
+    "calibrate": "extras.calibrate", "compare": "show.compare_trace", "TraceComparison": "show.compare_trace",
+    "check_rule": "proof.rules.user_rules", "crossover": "cost.formula.plan_cost",
         "doctor": "cli.doctor",
     "from_pretrained": "api", "host_function": "tracing.dynamic.host_functions", "parallelize": "api",
     "pins_from": "extras.interop", "plan": "api", "rule": "proof.rules.user_rules", "search": "tuning.search",

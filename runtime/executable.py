@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from autopart.common.scoped import no_autocast
 from autopart.ir.collective_nodes import axis_of
@@ -299,12 +300,14 @@ class Executable:
         write_buffers(self.buffers, new_buffers, self.program, self.process, self.stage_style)
 
     def _step_microbatch(self, microbatch: int, loss_scale: float, comparison: Comparison) -> tuple[Tensor, ...]:
-        loss, *other_outputs = self._chain(microbatch)
+        with record_function(f"forward {microbatch}"):
+            loss, *other_outputs = self._chain(microbatch)
         other_outputs = [
             value.detach() for value in other_outputs
         ]  # delete references before the backward, so that it can free memory
         comparison.finish_comparison()  # the user's backward reduces gradients
-        scaled(loss, loss_scale).backward()
+        with record_function(f"backward {microbatch}"):
+            scaled(loss, loss_scale).backward()
         for module in self.modules:
             module.reducer.after_backward()
         return loss.detach(), *other_outputs

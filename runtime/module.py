@@ -23,6 +23,7 @@ from autopart.ir.program import Program
 from autopart.plans.rank_digest import TIMEOUT_S
 from autopart.runtime.batch.lookup_checks import LookupChecks
 from autopart.runtime.batch.loss_module import Criterion, named_criterion
+from autopart.runtime.batch.profile_steps import ProfileMethods
 from autopart.runtime.batch.step_metrics import MetricsMethods, StepMeter
 from autopart.runtime.checkpoint.full_optimizer import OptimizerStateMethods
 from autopart.runtime.checkpoint.full_values import FullValueMethods
@@ -115,7 +116,7 @@ class ProgramSource(Protocol):
 class ParallelModule(
     GenerateMethods, MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, optimizer_methods.OptimizerMethods,
     FullValueMethods, OptimizerStateMethods, PretrainedFolderMethods, SaveMethods, FlushMethods, MetricsMethods,
-    ExportMethods, ModuleMethods,
+    ExportMethods, ProfileMethods, ModuleMethods,
 ):  # fmt: skip
     """A model partitioned over a device mesh.
 

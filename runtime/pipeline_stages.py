@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.profiler import record_function
 
 from autopart.compat.pipelining_internals import schedule_class, split_backward_counts_twice, stage_class
 from autopart.compat.torch_internals import LazyGraphModule, generate_code
@@ -214,9 +215,10 @@ class StageModule(nn.Module):
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
         if received:
             received = _Received.apply(self.process.device, *received)
+        with record_function(f"forward {int(microbatch)}"):
+            sends = self.run(received, int(microbatch))
         if self.tail is not None:
-            return self.tail.receive(self.run(received, int(microbatch)))
-        sends = self.run(received, int(microbatch))
+            return self.tail.receive(sends)
         if self.is_last:
             self.loaded.other_outputs[int(microbatch)] = tuple(value.detach() for value in sends[1:])
             return _Sends.apply(self.process.device, sends[0])[0]

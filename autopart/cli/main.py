@@ -17,7 +17,7 @@ import click
 from autopart import __version__
 from autopart.cli.checkpoint_commands import checkpoint
 from autopart.cli.console import JSON, WIDTH, rank, reports_errors, tell
-from autopart.cli.plan_commands import export
+from autopart.cli.plan_commands import compare, export
 from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, CommandOptions, facts, shared, training_of
 from autopart.common.extras import load_extra
 from autopart.common.files import check_writable
@@ -347,6 +347,7 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 
 main.add_command(checkpoint)
 main.add_command(export)
+main.add_command(compare)
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""Commands that use a plan together with something else: the model (export)."""
+"""Commands that use a plan together with something else: a model (export), or a trace (compare)."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ def export(path: str, output: str, as_json: bool, **options: Any) -> None:
     num_ranks = plan.mesh_object().num_ranks
     run = f"torchrun --nproc-per-node {num_ranks} {folder}/run.py"
     tell(as_json, {"wrote": str(folder), "num_ranks": num_ranks, "run": run}, f"wrote {folder}: {run}")
+
+
+@click.command()
+@click.argument("path", metavar="PLAN.JSON")
+@click.argument("trace", metavar="TRACE.JSON")
+@click.option("--steps", type=click.IntRange(1), help="Training steps in the trace.  [default: as the trace marks]")
+@JSON
+@reports_errors
+def compare(path: str, trace: str, steps: int | None, as_json: bool) -> None:
+    """Compare the predicted step of a plan with a measured one, the largest differences first.
+
+    TRACE.JSON is a trace of pm.profile or torch.profiler (export_chrome_trace).
+
+    \b
+    Example:
+      autopart compare plan.json trace.json
+    """
+    from autopart.show.compare_trace import compare as compare_trace
+
+    comparison = compare_trace(path, trace, steps=steps)
+    tell(as_json, comparison.as_data(), str(comparison))

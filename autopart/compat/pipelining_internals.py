@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe", "interleaved_1f1b": "ScheduleInterleaved1F1B",
@@ -75,13 +76,16 @@ def stage_class() -> Any:
             return torch.ones_like(known) if dist.get_backend(self.group) == "fake" else known
 
         def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            done = super().backward_one_chunk(*args, **kwargs)
+            part = "" if kwargs.get("full_backward", True) else " of the inputs"
+            with record_function(f"backward{part} {args[0] if args else kwargs['bwd_chunk_id']}"):
+                done = super().backward_one_chunk(*args, **kwargs)
             if kwargs.get("full_backward", True):
                 self.after_backward()
             return done
 
         def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            done = super().backward_weight_one_chunk(*args, **kwargs)
+            with record_function(f"backward of the weights {args[0] if args else kwargs['bwd_chunk_id']}"):
+                done = super().backward_weight_one_chunk(*args, **kwargs)
             self.after_backward()
             return done
 

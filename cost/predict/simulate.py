@@ -17,7 +17,7 @@ from autopart.common.text import TEXT_WIDTH, ShownAsText, quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.hardware.profile import names as hardware_names
 from autopart.cost.predict.collective_costs import time_s
-from autopart.cost.predict.step_trace import chrome_trace
+from autopart.cost.predict.step_trace import chrome_trace, memory_counters
 from autopart.cost.predict.timeline import Durations, Timeline, timeline
 from autopart.cost.systems.host_time import LIMITS
 from autopart.cost.systems.likely_range import LikelyRange, likely_range
@@ -145,10 +145,18 @@ class Simulation(ShownAsText):
         Example:
             >>> autopart.simulate(plan).save_trace("step.json")    # doctest: +SKIP
         """
-        try:
-            write_whole(Path(path), json.dumps(chrome_trace(self.timeline)))
-        except OSError as error:
-            raise OptionError(f"cannot write the trace to {path}", why=error.strerror or str(error)) from error
+        _write_trace(path, chrome_trace(self.timeline))
+
+    def save_memory(self, path: str | Path) -> None:
+        """Write the predicted memory over the step as counters of a Chrome trace, for ui.perfetto.dev.
+
+        Each `pp` coordinate is a process with one counter: bytes by kind, stacked. Memory that is only briefly
+        allocated inside an operator is left out. Raises OptionError if the file cannot be written.
+
+        Example:
+            >>> autopart.simulate(plan).save_memory("memory.json")    # doctest: +SKIP
+        """
+        _write_trace(path, memory_counters(self.timeline, self.memory))
 
     def __str__(self) -> str:
         plan = self.plan
@@ -237,6 +245,13 @@ def simulated(
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, ran, home, schedule.microbatches),
         timing.get("peak_dtype", ""), tuple(memory),
     )  # fmt: skip
+
+
+def _write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
+    try:
+        write_whole(Path(path), json.dumps(trace))
+    except OSError as error:
+        raise OptionError(f"cannot write the trace to {path}", why=error.strerror or str(error)) from error
 
 
 def _host(stages: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopart.cost.predict.timeline import Timeline
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 """Names of the kinds of actions in traces and reports."""
+
+CONSTANT_KINDS = ("parameters", "gradients", "optimizer", "buffers", "inputs")
+"""Kinds of memory that are allocated for the whole step."""
 
 _SCHEDULE, _END = 0, 1
 _US = 1e6
@@ -30,6 +34,38 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         ):  # fmt: skip
             if end_s > start_s:
                 events.append(_event(name, rank, _END, start_s, end_s))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def memory_curve(timeline: Timeline, index: int, row: Mapping[str, Any]) -> list[tuple[float, int]]:
+    """Return the bytes of activations of a rank over the step, as (seconds, bytes from then on).
+
+    All microbatches are assumed to save equally many bytes.
+
+    Args:
+        index: `pp` coordinate of the rank.
+        row: bytes of the rank by kind (`Plan.memory`).
+    """
+    in_flight = sum(row.get("in_flight") or [1]) or 1
+    number = 1 + max(span.stage for spans in timeline.spans for span in spans)
+    return timeline.memory([int(row.get("activations", 0) / in_flight)] * number)[index]
+
+
+def memory_counters(timeline: Timeline, memory: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the bytes of each `pp` coordinate by kind over the step, as counters of a Chrome trace.
+
+    Gradients are assumed to be allocated from the start of the step.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, row in enumerate(memory[: len(timeline.spans)]):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pp {rank} (predicted)"}})
+        constant = {kind: int(row[kind]) for kind in CONSTANT_KINDS if row.get(kind)}
+        curve = [*memory_curve(timeline, rank, row), (timeline.step_time_s, 0)]
+        events += [
+            {"ph": "C", "name": "memory (bytes)", "cat": "predicted", "pid": rank, "ts": time_s * _US,
+             "args": {**constant, "activations": size}}
+            for time_s, size in curve
+        ]  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -14,6 +14,9 @@ MEMORY_KINDS = (
 """
 
 
+MEASURED_STEP = "autopart step"
+"""Name of each measured training step in the traces of `pm.profile`."""
+
 TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 """Kinds of work in `Plan.timing`, in seconds per stage."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopart.common.text import quantity
 from autopart.cost.predict.simulate import Simulation
-from autopart.cost.predict.step_trace import ACTION_NAMES
+from autopart.cost.predict.step_trace import ACTION_NAMES, CONSTANT_KINDS, memory_curve
 from autopart.errors import AutopartError
 from autopart.ir.run.report_terms import MEMORY_KINDS
 from autopart.plans.headlines import fit_text, fits, replicated_operator_text, replicated_operators, step_size
@@ -160,12 +160,9 @@ def _memory(plan: Plan, step: Simulation) -> dict[str, Any]:
             {"label": f"stage {stages}", "total": row["total"], "text": quantity(row["total"], "B"),
              "kinds": {kind: row.get(kind, 0) for kind in MEMORY_KINDS if row.get(kind)}}
         )  # fmt: skip
-        in_flight = sum(row.get("in_flight") or [1]) or 1
-        each = int(row.get("activations", 0) / in_flight)
-        constant = sum(row.get(kind, 0) for kind in ("parameters", "gradients", "optimizer", "buffers", "inputs"))
+        constant = sum(row.get(kind, 0) for kind in CONSTANT_KINDS)
         if index < MOST_LINES and index < len(step.timeline.spans):
-            number = 1 + max(span.stage for spans in step.timeline.spans for span in spans)
-            curve = step.timeline.memory([each] * number)[index]
+            curve = memory_curve(step.timeline, index, row)
             curves.append([[time_s, constant + size] for time_s, size in curve[: MOST_ACTIONS // len(plan.memory)]])
     capacity = plan.cost.get("device_memory_bytes")
     return {"kinds": MEMORY_KINDS, "rows": rows, "capacity": capacity, "curves": curves,
