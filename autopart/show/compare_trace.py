@@ -1,4 +1,4 @@
-"""`autopart.compare`: the predicted step of a plan next to a measured one, from a trace of torch.profiler."""
+"""`autopart.compare`: the predicted step of a plan next to a measured step from a trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HOST = re.compile(r"^(c10d::|_c10d_functional::|autograd::|record_param_comms)"
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """Predicted and measured seconds of one kind of work in a step. None: the trace, or the plan, does not have it.
+    """Predicted and measured seconds of one kind of work in a step; None if they are unknown.
 
     Args:
         group: "step", "operators", "collectives" or "schedule".

@@ -23,11 +23,11 @@ class ProfileMethods(nn.Module):
     step: Any
 
     def profile(self, path: str | Path, *args: Any, steps: int = 3, **kwargs: Any) -> Path:
-        """Measure training steps with torch.profiler, and write them in the Chrome trace format. A collective call.
+        """Measure training steps with torch.profiler, and write them in the Chrome trace format.
 
-        Each rank runs one step to warm up, then `steps` steps, all on one batch, and drops their gradients. Optimizers
-        do not run. `autopart compare plan.json trace.json` compares the trace with the prediction. Names are those of
-        `Simulation.save_trace`: `forward 0`, `backward 0`.
+        A collective call. Each rank runs one step to warm up, then `steps` steps, all on one batch, and drops their
+        gradients. Optimizers do not run. `autopart compare plan.json trace.json` compares the trace with the
+        prediction. Names are those of `Simulation.save_trace`: `forward 0`, `backward 0`.
 
         Args:
             path: trace file of rank 0. Rank 3 writes `trace.rank3.json` next to `trace.json`.
