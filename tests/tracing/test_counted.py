@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import dist
@@ -323,6 +324,10 @@ REFUSED = {
     "end": (
         lambda m, x, ids: m.a(x)[:, : ids.max().item()].sum(),
         "'end' of slice is a number that the model computes",
+    ),
+    "drawn end": (
+        lambda m, x, ids: m.a(x)[:, : random.randint(1, 3)].sum(),
+        "'end' of slice is a random number that the model draws",
     ),
     "sizes": (
         lambda m, x, ids: torch.nn.functional.interpolate(m.a(x)[None], (ids.flatten()[0].item(), 4)).sum(),

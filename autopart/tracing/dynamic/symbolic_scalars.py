@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from autopart.compat.symbolic_shape_internals import expression, symbolic_functions
-from autopart.compat.torch_internals import is_operator
+from autopart.compat.torch_internals import is_operator, tree_leaves
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import operator_name, short_name, source_text, tuple_values, value
+from autopart.tracing.dynamic.random_branches import depends_only_on_random
 
 aten = torch.ops.aten
 
@@ -91,10 +92,14 @@ class SymbolicScalars:
             if call is not None:
                 return call
         where = next(name for name, argument in arguments.items() if _holds_number(argument))
+        numbers = [leaf for leaf in tree_leaves(arguments[where]) if isinstance(leaf, fx.Node)]
+        is_drawn = any(map(depends_only_on_random, numbers))
+        drawn = "draw the number before the call, and pass it to forward() as an argument"
         raise TraceError(
-            f"'{where}' of {short_name(node)} is a number that the model computes", refusal=Refusal.SIZE,
+            f"'{where}' of {short_name(node)} is a {'random ' * is_drawn}number that the model "
+            f"{'draws' if is_drawn else 'computes'}", refusal=Refusal.SIZE,
             why=f"it is only known when the program runs, and {short_name(node)} accepts no tensor for it",
-            where=source_text(node), hint="operations on the tensor itself, without .item()",
+            where=source_text(node), hint=drawn if is_drawn else "operations on the tensor itself, without .item()",
         )  # fmt: skip
 
     def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
