@@ -142,13 +142,11 @@ def percent(part: float | None) -> str:
 # The page
 
 
-def write_page(rows: Rows, left_out: Mapping[str, str], others: Rows, first: Rows, second: Rows) -> None:
-    PAGE.write_text(page(rows, left_out, others, first, second))
+def write_page(rows: Rows, left_out: Mapping[str, str], others: Rows, *first: Rows) -> None:
+    PAGE.write_text(page(rows, left_out, others, *first))
 
 
-def page(
-    rows: Rows, left_out: Mapping[str, str], others: Rows, first: Rows | None = None, second: Rows | None = None
-) -> str:
+def page(rows: Rows, left_out: Mapping[str, str], others: Rows, *first: Rows) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "diffusers", "peft"))
     parts = [
         "# Models",
@@ -164,16 +162,16 @@ def page(
         "## Exceptions",
         short(rows, left_out),
         "## Models of other packages",
-        "" if not others else by_others(others, first or {}, second),
+        "" if not others else by_others(others, *first),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def by_others(rows: Rows, first: Rows, second: Rows | None = None) -> str:
+def by_others(rows: Rows, *first: Rows) -> str:
     parts = [
         others_page.METHOD,
         others_page.counts(rows),
-        others_page.first_counts(first, second),
+        others_page.first_counts(*first) if first else "",
         grouped("What is not exact, by cause", others_page.causes(rows, reason)),
         "### Model by model",
         others_page.table(rows, percent),

@@ -80,13 +80,14 @@ def counts(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def first_counts(first: Rows, second: Rows | None = None) -> str:
+def first_counts(first: Rows, second: Rows | None = None, third: Rows | None = None) -> str:
     """Return how many models that were chosen before any was tried were exact on all meshes when they first ran.
 
     Args:
         first: results of the models of `unseen/`, on four meshes.
         second: results of the models of `later/`, on dp2 and tp2. They were chosen after faults of the first were
             repaired.
+        third: results of the models of `unseen/further_*.py`, chosen later still.
     """
     if not first:
         return ""
@@ -100,13 +101,19 @@ def first_counts(first: Rows, second: Rows | None = None) -> str:
     )
     if not second:
         return text
-    models, idioms, taken, exact = _groups(second)
+    for file, later in (("second", second), ("third", third)):
+        text += _later_counts(file, later) if later else ""
+    return text + " Some of the faults found have been repaired since."
+
+
+def _later_counts(file: str, rows: Rows) -> str:
+    models, idioms, taken, exact = _groups(rows)
     chosen = {"coding patterns": idioms, "models": models}
-    counted = [f"{share(_exact(rows), rows)} of {len(rows)} {name}" for name, rows in chosen.items() if rows]
-    return text + (
+    counted = [f"{share(_exact(found), found)} of {len(found)} {name}" for name, found in chosen.items() if found]
+    return (
         f"\n\nLater, more were chosen by popularity and run once, on dp2 and tp2: {' and '.join(counted)} were exact. "
         f"These are {share(exact, taken)} of the {len(taken)} that torch can export or compile "
-        "(`benchmarks/by_others_second.jsonl`). Some of the faults found have been repaired since."
+        f"(`benchmarks/by_others_{file}.jsonl`)."
     )
 
 

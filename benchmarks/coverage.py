@@ -50,6 +50,9 @@ FIRST_RESULTS = HERE / "by_others_first.jsonl"
 """First results of the models of `by_others/unseen/`. This file is never written again."""
 SECOND_RESULTS = HERE / "by_others_second.jsonl"
 """First results of the models of `by_others/later/`, on dp2 and tp2."""
+THIRD_RESULTS = HERE / "by_others_third.jsonl"
+"""First results of the models of `by_others/unseen/further_*.py`, on dp2 and tp2."""
+FIRSTS = FIRST_RESULTS, SECOND_RESULTS, THIRD_RESULTS
 OTHERS = List("measure_by_others", OTHER_MESHES, HERE / "by_others.jsonl", ("diffusers: SD3",), 180)
 
 
@@ -64,9 +67,7 @@ def main() -> None:
     if arguments.page:
         from _architectures import LEFT_OUT
 
-        write_page(
-            load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results), load(FIRST_RESULTS), load(SECOND_RESULTS)
-        )
+        write_page(load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results), *map(load, FIRSTS))
         return
     names, limit_s = chosen(arguments), arguments.limit_s or listed.limit_s
     for name in names:

@@ -79,6 +79,6 @@ def jagged_operators(to: Callable[..., Any], around: Callable[[], AbstractContex
     is_tracing = _symbolic_trace.is_fx_tracing
 
     def refuses() -> bool:  # `torch.nested` refuses every trace, as it does not know this one
-        return is_tracing() and sys._getframe(1).f_globals["__name__"] != torch.nested.__name__
+        return sys._getframe(1).f_globals["__name__"] != torch.nested.__name__ and is_tracing()
 
     return attributes({(mode, "__torch_dispatch__"): of_operator, (_symbolic_trace, "is_fx_tracing"): refuses})

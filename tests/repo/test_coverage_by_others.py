@@ -199,5 +199,5 @@ def test_rows_that_are_kept(found):
 
 
 def test_first_results_are_of_listed_models():
-    for path in (benchmark.FIRST_RESULTS, benchmark.SECOND_RESULTS):
+    for path in benchmark.FIRSTS:
         assert set(benchmark.load(path)) <= set(by_others.MODELS)

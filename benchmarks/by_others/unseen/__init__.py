@@ -1,6 +1,7 @@
 """Models and idioms that were chosen by what people use, before any of them was tried.
 
-The result of the first run of each is kept in `by_others_first.jsonl`.
+The result of the first run of each is kept in `by_others_first.jsonl`, and of the files `further_*.py`, which were
+written later, in `by_others_third.jsonl`.
 """
 
 from __future__ import annotations
