@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 
 from autopart.common.memory_size import parse_size
 from autopart.cost.hardware.profile import DEFAULT
+from autopart.cost.update_rules import ADAMW, UPDATES
 from autopart.errors import OptionError
 from autopart.ir.mesh import Context
 from autopart.ir.run.recompute_spec import Recompute, parse_recompute
@@ -248,6 +249,10 @@ class Options:
         None, f"Gradient synchronization over data ranks: {', '.join(SYNC_NAMES)}, with parameters "
         "'top_k:0.01', 'gossip:ring', 'local:16'; by parameter name '*.bias=all_reduce,*=qsgd:4bit', or a dict.",
         "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda value: parse_sync(value).as_data(), in_plan="dp_sync")
+    optimizer: str = _row(
+        ADAMW, f"Optimizer whose update and state are predicted: {', '.join(UPDATES)}. muon: for hidden matrices, with "
+        "AdamW for all other parameters.", ADAMW, "|".join(UPDATES),
+        read=lambda value: _one_of("optimizer", tuple(UPDATES), value, ", ".join(UPDATES)))
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
     precision: str | None = _row(
         None, "Compute dtype (mixed precision): parameters keep their dtype and are cast on use; inputs are cast, "

@@ -66,6 +66,7 @@ class Trace:
         size_conditions: conditions on sizes that the model's Python evaluated (`tracing/python/size_conditions.py`).
         folds: deduplicated blocks, each of which represents several blocks of the model (`ir/blocks/`).
         whole: the trace before deduplication, with all blocks; None if no block was deduplicated.
+        hidden_matrices: names of the matrices that Muon updates (`ir/run/full_tensors.py`).
     """
 
     graph: fx.Graph
@@ -88,6 +89,7 @@ class Trace:
     size_conditions: tuple[Any, ...] = ()
     folds: DeduplicatedBlocks = ()
     whole: Trace | None = None
+    hidden_matrices: frozenset[str] = frozenset()
 
     def without_values(self) -> Trace:
         """Return a copy of the trace whose parameters are on the meta device, so that they need no memory."""

@@ -177,7 +177,7 @@ class Compiler:
                           sequence_dims=plan.sequence_dims)  # fmt: skip
         problem = problem_of(call.trace, self.mesh, options, schedule)
         draft = Draft(problem, call.decisions, program, {}, walks, whole)
-        figures = figures_of(draft, options.compile)
+        figures = figures_of(draft, options.compile, options.optimizer)
         return replace(plan_of(class_of(self.model), draft, options, figures, plan.reasons), pins=plan.pins)
 
     def ready(self) -> Program | None:

@@ -35,6 +35,7 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.program import Rng
+from autopart.ir.run.full_tensors import hidden_matrices
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.schedules import MULTI_STAGE, WITH_TAIL, Schedule, can_run, check_schedule, schedule_extra
 from autopart.ir.run.sync_option import parse_sync
@@ -111,7 +112,14 @@ def prepare(
     if precision is not None and not traced.written <= set(written):
         return prepare(model, arguments, double, {*written, *traced.written}, precision, fold, buffers)
     notes = (*traced.notes, *precision_notes(model, precision))
-    return replace(traced, notes=notes, precision=None if double else precision)
+    matrices = frozenset(name for name, p in model.named_parameters() if id(p) in _hidden_ids(model))
+    return replace(traced, notes=notes, precision=None if double else precision, hidden_matrices=matrices)
+
+
+def _hidden_ids(model: nn.Module) -> set[int]:
+    user = users_model(model)
+    named, hidden = user.named_parameters(remove_duplicate=False), hidden_matrices(user)
+    return {id(parameter) for name, parameter in named if name in hidden}
 
 
 def _prepared(
@@ -184,7 +192,7 @@ def _annotate_like(known: Trace, other: Trace) -> Trace:
     """
     run_passes(other.graph, AS_TRACED)
     run_passes(other.graph, NORMALIZE)
-    other = replace(other, notes=known.notes, precision=known.precision)
+    other = replace(other, notes=known.notes, precision=known.precision, hidden_matrices=known.hidden_matrices)
     _find_facts(other)
     return other
 
@@ -231,7 +239,7 @@ def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
             if not too_large:
                 raise
             continue  # nothing can be sharded
-        figures = figures_of(draft, options.compile)
+        figures = figures_of(draft, options.compile, options.optimizer)
         if options.memory is None or (needed := fullest(rank_memory(figures))).total <= int(options.memory):
             break
         too_large.append((draft, needed))
@@ -244,7 +252,7 @@ def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
     phase("counting time, memory and collectives")
     reasons = DeferredReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, chosen))) \
         if traced.folds else _reasons(draft)  # fmt: skip
-    return plan_of(class_of(model), draft, chosen, figures, reasons, notes, _worst_bytes(draft, options.compile))
+    return plan_of(class_of(model), draft, chosen, figures, reasons, notes, _worst_bytes(draft, options))
 
 
 def candidates(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
@@ -289,7 +297,7 @@ def _reasons(draft: Draft) -> Reasons:
     return Reasons(draft.problem, draft.program, draft.solved)
 
 
-def _worst_bytes(draft: Draft, is_compiled: bool) -> int | None:
+def _worst_bytes(draft: Draft, options: Options) -> int | None:
     """Return the memory in bytes of the fullest rank in the worst case: its experts get all tokens.
 
     Returns None if the program has no expert dispatch (all-to-all).
@@ -299,8 +307,8 @@ def _worst_bytes(draft: Draft, is_compiled: bool) -> int | None:
         return None
     worst = replace(decisions, balance=float(math.prod(map(problem.mesh.size, decisions.routing))))
     sent_whole = replace(worst, scatter_sends=False)
-    lowered = written(problem.trace, sent_whole, plan_outputs(problem.trace), "fast", is_compiled)
-    figures = figures_of(draft._replace(decisions=worst, whole=lowered), is_compiled)
+    lowered = written(problem.trace, sent_whole, plan_outputs(problem.trace), "fast", options.compile)
+    figures = figures_of(draft._replace(decisions=worst, whole=lowered), options.compile, options.optimizer)
     return fullest(rank_memory(figures)).total
 
 
@@ -400,7 +408,7 @@ def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Esti
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = _feature_sizes(other) == _feature_sizes(mesh) and "sequence_parallel" not in changed
         redrafted = drafted(traced, other, replace(options, **changed), draft if same else None)
-        return rank_memory(figures_of(redrafted, options.compile))
+        return rank_memory(figures_of(redrafted, options.compile, options.optimizer))
 
     return estimate
 

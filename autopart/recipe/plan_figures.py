@@ -14,6 +14,7 @@ from autopart.cost.predict.table import TableCost
 from autopart.cost.predict.table_data import as_data, deduplicated_rows, plan_setting
 from autopart.cost.predict.table_memory import rank_memory
 from autopart.cost.systems.host_time import host_notes
+from autopart.cost.update_rules import ADAMW
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
 from autopart.passes.choose.explain.alignment_notes import alignment_notes
@@ -65,11 +66,11 @@ class Draft(NamedTuple):
     whole: Written | None = None
 
 
-def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
+def figures_of(draft: Draft, is_compiled: bool, optimizer: str = ADAMW) -> TableCost:
     """Predict time and memory of a draft: count the FLOPs, bytes and collectives of its operators."""
     problem, decisions, program, _, walks, whole = draft
     counted = whole if whole is not None else Written(program, walks)
-    table = tabulate(problem.trace, counted.program, counted.walks, {}, is_compiled)
+    table = tabulate(problem.trace, counted.program, counted.walks, {}, is_compiled, optimizer)
     table = deduplicated_rows(table, decisions.scatter_sends, problem.trace.folds)
     chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
     return TableCost(table, plan_setting(table, problem.mesh, problem.schedule, *chosen, is_compiled), problem.hardware)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopart.common.names import pattern_of
 from autopart.common.text import TEXT_WIDTH, indented, quantity
+from autopart.cost.update_rules import ADAMW, UPDATES
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.recompute_spec import text_of
@@ -79,6 +80,7 @@ def _header(plan: Plan) -> str:
         ("schedule", run),
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
         ("zero", _zero(plan)),
+        ("optimizer", _optimizer(plan)),
         ("sends", _sends(plan)),
         ("once", _tail(plan)),
         ("compile", "every stage, by torch.compile" if plan.compile else ""),
@@ -114,6 +116,25 @@ def _zero(plan: Plan) -> str:
         return ""
     prefetched = f", prefetched {ahead} block{'s' * (ahead > 1)} ahead" if plan.zero == 3 and ahead else ""
     return f"{plan.zero}: {sharded[plan.zero]} sharded over {over}{prefetched}"
+
+
+def _optimizer(plan: Plan) -> str:
+    """Describe the optimizer whose update the plan predicts, and its cost per step; "" for AdamW."""
+    name = plan.timing.get("table", {}).get("optimizer", ADAMW)
+    if name == ADAMW:
+        return ""
+    rows, full = plan.timing["ranks"], UPDATES[name].full
+    took = quantity(max(row["optimizer_s"] for row in rows), "s")
+    count = sum(row.get("full_tensors", 0) for row in rows)
+    if not count:
+        return f"{name}: elementwise, the update takes {took}"
+    kind = "hidden matrices" if full == "matrices" else "parameters"
+    rest = f", {ADAMW} for all other parameters" if full == "matrices" else ""
+    sent = max(row.get("update_sent_bytes", 0) for row in rows)
+    where = "on owner ranks" if sent else "on every rank that stores them"
+    exchange = quantity(max(row.get("owners_s", 0.0) for row in rows), "s")
+    moved = f", and its exchange with owners {exchange}: a rank sends {quantity(sent, 'B')}" if sent else ""
+    return f"{count} {kind} by {name} {where}{rest}; the update takes {took}{moved}"
 
 
 def _sends(plan: Plan) -> str:

@@ -174,7 +174,7 @@ class Space:
             another runtime than autopart's.
         precision: compute dtype and reduction dtype.
         methods: gradient synchronization methods (option `dp_sync`) to try, such as PowerSGD.
-        balance, sequence_dims: the options of `autopart.plan` with these names.
+        balance, sequence_dims, optimizer: the options of `autopart.plan` with these names.
         tables: the cost tables built so far.
     """
 
@@ -188,6 +188,7 @@ class Space:
     methods: Sequence[SyncOption] = ()
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
+    optimizer: str = "adamw"
     tables: dict[tuple[LayoutKind, RecomputeMode], Table] = field(default_factory=dict)
     _drafts: dict[LayoutKind, Any] = field(default_factory=dict, init=False)
     _sweeps: dict[int, list[Candidate]] = field(default_factory=dict, init=False)
@@ -204,9 +205,8 @@ class Space:
             self._trace_whole()
 
     def _trace_whole(self) -> None:
-        arguments = bind_call(self.model, (), self._call)
-        self._traced, self._like = prepare(self.model, arguments, precision=self.precision), {}
-        self._blocks = {}
+        call = bind_call(self.model, (), self._call)
+        self._traced, self._like, self._blocks = prepare(self.model, call, precision=self.precision), {}, {}
         self._drafts.clear()
         self.tables.clear()
 
@@ -214,15 +214,14 @@ class Space:
         """Return the cost table for a layout kind and a recomputation mode. Build it on first use."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
-            sequence_parallel = kind.sequence_parallel
             # With any method set, the table counts the communication of methods.
             method = self.methods[0].as_data() if self.methods else None
-            options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute,
+            options = Options(sequence_parallel=kind.sequence_parallel, hardware=self.profile, recompute=recompute,
                               balance=self.balance, dp_sync=method, sequence_dims=self.sequence_dims)  # fmt: skip
             draft = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
             self._drafts[kind] = draft
             try:
-                table = tabulate(self._traced, draft.program, draft.walks, self._blocks, self.fused)
+                table = tabulate(self._traced, draft.program, draft.walks, self._blocks, self.fused, self.optimizer)
             except BlocksNotContiguous:
                 self._trace_whole()
                 return self.table(kind, recompute)
@@ -421,6 +420,7 @@ def search(
     example_kwargs: Mapping[str, Any] | None = None,
     count: int = 3,
     dp_sync: Sequence[str | Mapping[str, Any]] = (),
+    optimizer: str | None = None,
     **options: Unpack[SearchOptions],
 ) -> list[Plan]:
     """Find the best plans for a number of devices: the Pareto front of time and memory, fastest first.
@@ -438,6 +438,7 @@ def search(
         count: number of plans to return.
         dp_sync: gradient synchronization methods to try in addition to all-reduce, such as `["powersgd:4", "local:8"]`.
             They change convergence, which is not predicted, so the search tries only the methods that you list.
+        optimizer: optimizer whose update is predicted, as in `plan`.
         **options: `SearchOptions`.
     Returns:
         Plans, fastest simulated step first. The last note of each plan has its prediction, and the reason why it is
@@ -451,11 +452,11 @@ def search(
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it must be an integer from 1")
-    asked = read_options(search, options)
+    asked = read_options(search, options, optimizer=optimizer)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     methods = [parse_sync(method) for method in dp_sync]
     space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
-    space.sequence_dims = asked.sequence_dims
+    space.sequence_dims, space.optimizer = asked.sequence_dims, asked.optimizer
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     candidates = space.best(devices, limit)
     rows = tree_map(lambda x: _with_batch_size(x, _batch_size(space.example), space.rows), dict(space.example))

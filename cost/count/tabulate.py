@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -24,11 +24,12 @@ from autopart.cost.flops import matrix_work, work
 from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Exponents, Size, chosen_ranks
 from autopart.cost.predict.table import Table
 from autopart.cost.predict.table_rows import Parameter
+from autopart.cost.update_rules import ADAMW, UPDATES
 from autopart.ir.blocks.block_index import blocks as repeated_blocks
 from autopart.ir.blocks.deduplication import expand_blocks, later
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import active_operators, source_of
-from autopart.ir.layout import MIN_DIMS, P, mesh_axes_of
+from autopart.ir.layout import MIN_DIMS, P, flattened_shards, mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.run.buckets import bucketed, by_first_use
@@ -57,7 +58,8 @@ class _BlockId(NamedTuple):
     number: int
 
 
-def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: Blocks, fused: bool = False) -> Table:
+def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: Blocks, fused: bool = False,
+             optimizer: str = ADAMW) -> Table:  # fmt: skip
     """Build the cost table of a program in which one traced block may represent several equal blocks.
 
     The table lists all operators of the model in order. If the trace itself is deduplicated (`trace.folds`), the table
@@ -68,11 +70,11 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         blocks: {module path of a list of blocks: for each block of the model, the index of the traced block that
             represents it}. Empty if each traced block represents only itself.
         fused: True to count each chain of fusible operators as one kernel, as a compiler emits it.
+        optimizer: optimizer of the step, as in `cost.update_rules.UPDATES`.
 
     Raises BlocksNotContiguous if the operators of two blocks are interleaved.
     """
-    growth, mesh = ScalingExponents(trace, program), program.mesh
-    stages = counted(trace, program, walks, fused)
+    growth, mesh, stages = ScalingExponents(trace, program), program.mesh, counted(trace, program, walks, fused)
     held = list[SymbolicMemory]()
     for walk in walks:
         before = (held[-1].saved_sends, held[-1].held_sends) if held else ()
@@ -106,7 +108,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
     return Table(
         rows=tuple(rows),
         order=tuple(order),
-        parameters=_parameters(trace, program, held),
+        parameters=_parameters(trace, program, held, UPDATES[optimizer].full),
         b=of_rank,
         s=tokens(trace),
         row_flops=flops / batch,
@@ -119,10 +121,11 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         m=program.microbatches if program.tail is not None else 1,
         divided=divided(trace, program),
         **chosen_ranks(mesh),
+        optimizer=optimizer,
     )
 
 
-def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) -> dict[str, Parameter]:
+def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory], full: str) -> dict[str, Parameter]:
     trained = frozenset().union(*(one.trained for one in held))
     again = frozenset().union(*(one.cast_again for one in held))
     is_stored, scattered_shards = bool(storing_axes(program)), _scattered_shards(program)
@@ -141,8 +144,24 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
             itemsize=itemsize,
             rows=rows,
             contiguous=name not in scattered_shards,
+            **_full_sizes(trace, program, name, full),
         )
     return parameters
+
+
+def _full_sizes(trace: Trace, program: Program, name: str, full: str) -> dict[str, Any]:
+    """Return the fields of `Parameter` for an update that needs the full tensor; {} for other updates.
+
+    Args:
+        full: the parameters whose update needs the full tensor, as in `cost.update_rules.UpdateRule`.
+    """
+    if full == "none" or (full == "matrices" and name not in trace.hidden_matrices):
+        return {}
+    mesh, stored = program.mesh, program.parameters[name]
+    layout = {axis: stored.layout[axis] for axis in sorted(stored.layout, key=mesh.stride) if mesh.size(axis) > 1}
+    shards = [axis for axis, place in layout.items() if place.is_shard]
+    matrix = tuple(stored.shape) if full == "matrices" else ()
+    return {"full": True, "matrix": matrix, "joined": len(flattened_shards(layout)) < len(shards)}
 
 
 def _prologue_names(walks: Sequence[Liveness]) -> dict[str, str]:

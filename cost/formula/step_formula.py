@@ -27,8 +27,10 @@ from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict import collective_costs
 from autopart.cost.predict.collective_costs import levels
 from autopart.cost.predict.dp_sync_costs import exchanges
-from autopart.cost.predict.operator_work import CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
-from autopart.cost.predict.table_rows import Totals
+from autopart.cost.predict.operator_work import CHOSEN, COPY_TRAFFIC, Size, Sizes, Work
+from autopart.cost.predict.table_rows import FullTotals, Totals
+from autopart.cost.update_cost import EXCHANGES, newton_schulz_s
+from autopart.cost.update_rules import ADAMW, UPDATES
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
@@ -214,10 +216,44 @@ class Formula:
             "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()) if self.versions == 1 else sympy.Integer(0),
             **self._reduction_s(), **self._methods(),
             "optimizer": (
-                OPTIMIZER_TRAFFIC / _exact(self.hardware.optimizer_efficiency) * self._rank_bytes(self.totals.trained)
+                self._updated_values() / _exact(self.hardware.optimizer_efficiency)
                 + COPY_TRAFFIC * (self.versions - 1) * self._rank_bytes(self.totals.stored)
-            ) / pp / M,
+            ) / pp / M + self._products_s() / pp,
+            **self._exchanges(),
         }  # fmt: skip
+
+    @property
+    def _full_shards(self) -> list[tuple[tuple[str, ...], FullTotals, sympy.Expr]]:
+        """(axes of ZeRO, totals, bytes of a rank's shards) of parameters whose update needs the full tensor."""
+        full = self.totals.full.items()
+        return [(over, of, self.of(of.size) / (_joined(over) if self.zero else 1)) for over, of in full]
+
+    def _updated_values(self) -> sympy.Expr:
+        """Return the bytes that the updates of a rank's parameters read and write."""
+        rule, adamw = UPDATES[self.totals.optimizer], UPDATES[ADAMW]
+        shards = sympy.Add(*(size for _, _, size in self._full_shards))
+        rest = _exact((rule if rule.full == "none" else adamw).traffic_values)
+        return rest * (self._rank_bytes(self.totals.trained) - shards) + _exact(rule.traffic_values) * shards
+
+    def _products_s(self) -> sympy.Expr:
+        """Return the seconds of the matrix products of all updates on a rank, for equally loaded owners."""
+        steps = UPDATES[self.totals.optimizer].newton_schulz_steps
+        terms = list[sympy.Expr]()
+        for _, of, size in self._full_shards:
+            all_s = sum(n * newton_schulz_s(matrix, steps, self.hardware) for matrix, n in of.matrices.items())
+            terms.append(size * _exact(all_s / of.full_bytes))
+        return sympy.Add(*terms)
+
+    def _exchanges(self) -> dict[str, sympy.Expr]:
+        """Return {"owner exchange": seconds per step} of full tensors; {} without full tensors."""
+        terms = list[sympy.Expr]()
+        for over, of, size in self._full_shards:
+            kinds = [name for name in CHOSEN if any(getattr(powers, name) for powers, _ in of.size.terms)]
+            axes = [*map(self._mesh.innermost, (CHOSEN[name] for name in kinds))]
+            for axis in [*axes, *(["_".join(over)] if over and self.zero else [])]:
+                array = size * ranks_of(axis)
+                terms.append(EXCHANGES * self._collective("all_to_all", axis, array))
+        return {"owner exchange": sympy.Add(*terms) / pp} if terms else {}
 
     def _sent_bytes(self) -> tuple[sympy.Expr, sympy.Expr]:
         """Return two sizes per microbatch: bytes that a rank sends, and bytes that the receivers all-gather."""
@@ -348,12 +384,20 @@ class Formula:
         flight, sent = sympy.Min(m, pp * more) / pp, self._sent_bytes()[0]
         return {
             "parameters": self.versions * stored, "gradients": trained,
-            "optimizer": _exact(self.state_bytes - 1) * trained,
+            "optimizer": self._state_bytes(trained),
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,
             "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * self.versions * held * sent, True))
             + self.of(self.totals.trained) / pp * self._method_state_share,
         }  # fmt: skip
+
+    def _state_bytes(self, trained: sympy.Expr) -> sympy.Expr:
+        """Return the bytes of optimizer state on a rank, for equally loaded owners of full tensors."""
+        rule = UPDATES[self.totals.optimizer]
+        if rule.full == "none":
+            return _exact(self.state_bytes - 1 if rule == UPDATES[ADAMW] else rule.state_values) * trained
+        shards = sympy.Add(*(size for _, _, size in self._full_shards)) / pp
+        return _exact(self.state_bytes - 1) * (trained - shards) + _exact(rule.state_values) * shards
 
     @property
     def _method_state_share(self) -> sympy.Expr:

@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import time_s, wire_bytes
+from autopart.cost.update_rules import OPTIMIZER_TRAFFIC
 from autopart.ir.mesh import Cuts, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
-
-OPTIMIZER_TRAFFIC = 7
-"""Number of values that AdamW reads or writes per parameter.
-
-It reads parameter, gradient and two moments, and writes all but the gradient.
-"""
 
 COPY_TRAFFIC = 2
 """Number of values that a copy reads or writes per copied value: one read and one write."""

@@ -231,7 +231,8 @@ def simulated(
     durations = Durations(
         seconds["forward"], whole, inputs, weights, received, received,
         [row["gradient_sum_s"] for row in ranks], timing.get("hidden_sums", 0.0),
-        [row["optimizer_s"] + row.get("gather_s", 0.0) + row.get("methods_s", 0.0) for row in ranks],
+        [row["optimizer_s"] + sum(row.get(name, 0.0) for name in ("gather_s", "methods_s", "owners_s"))
+         for row in ranks],
         timing.get("tied", ()), _host(stages), timing.get("host_waits", False) and mesh.size("pp") > 1,
     )  # fmt: skip
     ran = timeline(
@@ -361,7 +362,8 @@ def _parts(
     hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # this share overlaps with the last backward
     sums = once["gradient_sum_s"] - hidden
     last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0),
-            "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"]}  # fmt: skip
+            "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"],
+            "owner exchange": once.get("owners_s", 0.0)}  # fmt: skip
     idle = ran.step_time_s - ran.busy_s[busiest] - math.fsum(last.values())
     last["idle"] = max(0.0, idle)
     return {kind: seconds for kind, seconds in (kinds | last).items() if seconds}

@@ -28,7 +28,6 @@ from autopart.cost.predict.operator_work import (
     chosen_ranks,
     flops_by_dtype,
     gradient_sum_s,
-    optimizer_s,
 )
 from autopart.cost.predict.run_setting import RunSetting
 from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, scatter_is_cheaper
@@ -37,6 +36,8 @@ from autopart.cost.predict.stage_balance import shared_by, stage_boundaries
 from autopart.cost.predict.table_memory import rank_memory
 from autopart.cost.predict.table_rows import OperatorRow, Parameter, RowBytes, Totals, named_in, totals_of
 from autopart.cost.systems.host_time import HostRates
+from autopart.cost.update_cost import optimizer_bytes, update_row
+from autopart.cost.update_rules import ADAMW
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
@@ -67,6 +68,7 @@ class Table:
         cuts: {number of stages: stage boundaries of the program that was counted}.
         divided: numbers of heads, experts or features that each axis shards (`cost.count.shard_counts`).
         m: microbatches for which the rows of the tail were counted; 1 without a tail.
+        optimizer: optimizer of the step, as in `cost.update_rules.UPDATES`.
     """
 
     rows: tuple[OperatorRow, ...]
@@ -86,6 +88,7 @@ class Table:
     cuts: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
     m: int = 1
+    optimizer: str = ADAMW
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -293,7 +296,7 @@ class TableCost:
 
     def is_sent_whole(self, name: str) -> bool:
         """Return True if a `dp_sync` method receives the full gradient of a parameter that ZeRO 1 shards."""
-        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._zero_axis(name)))
+        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self.zero_axis(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
         """Return the axes over which a `dp_sync` method replaces the all-reduce of a parameter's gradient.
@@ -302,7 +305,7 @@ class TableCost:
         """
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
-    def _zero_axis(self, name: str) -> str:
+    def zero_axis(self, name: str) -> str:
         """Return the flattened axis over which ZeRO shards a parameter; "" if the parameter is unsharded."""
         return self.mesh.joined(self.table.parameters[name].over) if self.is_cut(name) else ""
 
@@ -334,7 +337,7 @@ class TableCost:
         yield from row.works.items()
         zero = self.setting.zero
         for name in row.parameters:
-            parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._zero_axis(name)
+            parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self.zero_axis(name)
             if (
                 parameter.casts and self.setting.system.casts_weights and not (is_cut and zero < 3)
             ):  # else it is cast once a step
@@ -427,28 +430,27 @@ class TableCost:
 
     def state_bytes(self, held: Mapping[str, str]) -> float:
         """Return the bytes of these parameters on a rank, with their gradients and optimizer state."""
-        return sum(
-            self.local_bytes(known) + self.setting.state_bytes * self.gradient_bytes(known) for known in held.values()
-        )
+        stored = sum(self.local_bytes(known) + self.gradient_bytes(known) for known in held.values())
+        return stored + optimizer_bytes(self, held)
 
     def local_bytes(self, name: str) -> float:
         """Return the bytes of a rank's shard of a parameter. `name` is its name in the table."""
-        return self._bytes_before_zero(name) / self.mesh.size(self._zero_axis(name))
+        return self.bytes_before_zero(name) / self.mesh.size(self.zero_axis(name))
 
     def sent_bytes(self, name: str) -> float:
         """Return the bytes, in the stored dtype, of a gradient that is reduced or synchronized once a step."""
-        return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
+        return self.bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
 
-    def _bytes_before_zero(self, name: str) -> float:
+    def bytes_before_zero(self, name: str) -> float:
         return float(self.table.parameters[name].size.at(self.times))
 
     def read_bytes(self, name: str) -> float:
         """Return the bytes of a parameter in its compute dtype, without ZeRO sharding."""
-        return self._bytes_before_zero(name) * self.table.parameters[name].read
+        return self.bytes_before_zero(name) * self.table.parameters[name].read
 
     def summed_bytes(self, name: str) -> float:
         """Return the bytes of a parameter's gradient in the reduction dtype, without ZeRO sharding."""
-        return self._bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
+        return self.bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
 
     def whole_bytes(self, name: str) -> float:
         """Return the bytes of the unsharded copy that ZeRO 1 or 2 keeps during a step; 0 if there is none."""
@@ -464,12 +466,11 @@ class TableCost:
         sums = self._reduced_bytes(parameters, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware, bucket_bytes=self.setting.bucket_bytes)
                       for groups, size in sums.items())  # fmt: skip
-        trained = sum(map(self.gradient_bytes, parameters.values()))
         copied = (self.versions - 1) * sum(map(self.local_bytes, parameters.values()))
         methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(parameters))
         gathers_s = 0.0
-        for axis in sorted(set(map(self._zero_axis, parameters.values()))):
-            stored_there = [known for known in parameters.values() if self._zero_axis(known) == axis]
+        for axis in sorted(set(map(self.zero_axis, parameters.values()))):
+            stored_there = [known for known in parameters.values() if self.zero_axis(known) == axis]
             ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
             if self.setting.zero == 1:
                 scattered = sum(self.summed_bytes(known) for known in stored_there
@@ -478,13 +479,10 @@ class TableCost:
             gathered = sum(map(self.whole_bytes, stored_there))
             gathers_s += gradient_sum_s(gathered, ranks, self.hardware, "all_gather", self.setting.bucket_bytes)
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
-        row = {
-            "gradient_sum_s": seconds,
-            "optimizer_s": optimizer_s(trained, self.hardware, copied, self.setting.system.optimizer_values),
-        }
+        row = {"gradient_sum_s": seconds, **update_row(self, parameters, copied)}
         row |= {"gather_s": gathers_s} if gathers_s else {}
         row |= {"methods_s": methods_s} if methods_s else {}
-        return {name: _digits(taken) for name, taken in row.items()}
+        return {name: _digits(taken) if name.endswith("_s") else taken for name, taken in row.items()}
 
     @property
     def versions(self) -> int:
@@ -517,7 +515,7 @@ class TableCost:
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = () if self.is_sent_whole(known) else mesh_axes_of(self._zero_axis(known))
+            cut = () if self.is_sent_whole(known) else mesh_axes_of(self.zero_axis(known))
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
                     if mesh.size(axis) > 1 and axis not in (*cut, *self.apart(known))]  # fmt: skip
             owners = sum(name in names for names in everywhere)

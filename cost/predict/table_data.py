@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Exponents, Size, Work
 from autopart.cost.predict.table import RunSetting, Table
 from autopart.cost.predict.table_rows import OperatorRow, Parameter
+from autopart.cost.update_rules import ADAMW
 from autopart.ir.blocks.deduplication import DeduplicatedBlock, DeduplicatedBlocks, NotDeduplicable, expand_blocks
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import Schedule
@@ -151,6 +152,7 @@ def as_data(table: Table) -> dict[str, Any]:
     return {
         **{name: getattr(table, name) for name in _NUMBERS},
         **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
+        **({"optimizer": table.optimizer} if table.optimizer != ADAMW else {}),
         **({"prologue": {name: _size_data(size) for name, size in table.prologue.items()}} if table.prologue else {}),
         "cuts": [list(cuts) for cuts in table.cuts.values()],
         "divided": {axis: {str(count): name for count, name in of.items()} for axis, of in table.divided.items()},
@@ -168,7 +170,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     rows = tuple(_row(row, works) for row in data["rows"])
     parameters = {
         name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], tuple(p["cut"]),
-                        **{key: p[key] for key in _CASTS if key in p})
+                        **_optional_fields(p))
         for name, p in data["parameters"].items()
     }  # fmt: skip
     order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
@@ -176,6 +178,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     divided = {axis: {int(count): name for count, name in counts.items()} for axis, counts in data["divided"].items()}
     numbers = {name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}
     prologue = {name: _read(size) for name, size in data.get("prologue", {}).items()}
+    numbers["optimizer"] = data.get("optimizer", ADAMW)
     return Table(rows, order, parameters, **numbers, prologue=prologue, cuts=cuts, divided=divided)
 
 
@@ -239,8 +242,9 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_BlockRun]:
     return (run for copy in range(entry.get("times", 1)) for run in _shifted_blocks(entry["runs"], copy))
 
 
-_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0, "contiguous": True}
-"""Optional fields of a parameter with their defaults, for mixed precision, `dp_sync` and shards."""
+_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0, "contiguous": True,
+          "full": False, "matrix": (), "joined": False}  # fmt: skip
+"""Optional fields of a parameter with their defaults: mixed precision, `dp_sync`, shards, full-tensor updates."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
 _RANKS = (*CHOSEN, "m")
@@ -250,6 +254,11 @@ _OPTIONAL_BYTES = ("kept", "load", "alike", "unkept", "kept_later", "after_backw
 """Fields of an `OperatorRow` that are stored if they are not zero."""
 _NAMES = ("parameters", "reads_also", "inputs")
 _NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
+
+
+def _optional_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optional fields of a parameter that its JSON data has."""
+    return {name: tuple(data[name]) if name == "matrix" else data[name] for name in _CASTS if name in data}
 
 
 def _cast_data(parameter: Parameter) -> dict[str, Any]:

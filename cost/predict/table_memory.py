@@ -29,6 +29,7 @@ from autopart.cost.predict.comm_buffers import (
 )
 from autopart.cost.predict.operator_work import NOTHING, Sizes
 from autopart.cost.predict.table_rows import RowBytes, named_in
+from autopart.cost.update_cost import optimizer_bytes, rank_update
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
 from autopart.ir.run.schedule_actions import Action, StageBytes, peak_activations, peak_stage_bytes
 
@@ -100,7 +101,7 @@ def _rank(
     most = peak_activations(ran, saved, {i: one.delayed for i, one in of_stages.items()})
     parameters = priced.versions * sum(map(priced.local_bytes, held.values()))
     gradients = sum(map(priced.gradient_bytes, held.values()))
-    optimizer = gradients * (setting.state_bytes - 1)
+    optimizer = optimizer_bytes(priced, held)
     batch = table.input_bytes * setting.rows * priced.times.s
     inputs = priced.versions * (batch + sum(one.prologue for one in stages.values()))
     bucket = _tied_bucket_bytes(priced, held)
@@ -109,7 +110,8 @@ def _rank(
     communication = _receive_buffers(priced, all_stages, order)
     communication += sum(one.method.state_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
     received = received_bytes(one.traffic for one in stages.values())
-    passing = max(peak_stage_bytes(ran, of_stages, round(grown)), received, gradients + bucket)
+    passing = max(peak_stage_bytes(ran, of_stages, round(grown)), received, gradients + bucket,
+                  gradients + rank_update(priced, held).workspace_bytes)  # fmt: skip
     return RankMemory(
         stages=tuple(stage for stage in stages if stage < priced.num_stages),
         parameters=round(parameters),

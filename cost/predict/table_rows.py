@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from autopart.cost.predict.operator_work import NOTHING, Size, Sizes, Work
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Size, Sizes, Work
+from autopart.cost.update_rules import ADAMW
 
 if TYPE_CHECKING:
     from autopart.cost.predict.table import Table
@@ -30,6 +33,9 @@ class Parameter:
         itemsize: bytes of an element; 4, unless a data-parallel method (`dp_sync`) replaces the gradient all-reduce.
         rows: size of a matrix's first dim; 0 for a vector, or if no data-parallel method replaces the all-reduce.
         contiguous: True if the unsharded parameter is its ZeRO shards concatenated.
+        full: True if the optimizer's update needs the full tensor (`cost.update_cost`).
+        matrix: (rows, columns) of the full tensor, if the update orthogonalizes it.
+        joined: True if several axes shard one dim, so that they are flattened into one axis.
     """
 
     size: Size
@@ -42,11 +48,19 @@ class Parameter:
     itemsize: int = 4
     rows: int = 0
     contiguous: bool = True
+    full: bool = False
+    matrix: tuple[int, ...] = ()
+    joined: bool = False
 
     @property
     def cut(self) -> bool:
         """True if ZeRO-3 shards the parameter."""
         return bool(self.over)
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """Kinds of axes in `CHOSEN` that shard the parameter, such as `tp`."""
+        return tuple(name for name in CHOSEN if any(getattr(powers, name) for powers, _ in self.size.terms))
 
     @property
     def casts(self) -> int:
@@ -131,6 +145,20 @@ class RowBytes(NamedTuple):
         return RowBytes(*(sizes[positions] for sizes in self))
 
 
+class FullTotals(NamedTuple):
+    """Total sizes of parameters whose update needs the full tensor, for equal axes of ZeRO.
+
+    Args:
+        size: bytes on a rank without ZeRO sharding.
+        full_bytes: bytes of the full tensors.
+        matrices: {(rows, columns): number of matrices that the update orthogonalizes}.
+    """
+
+    size: Size
+    full_bytes: float
+    matrices: Mapping[tuple[int, ...], int]
+
+
 class ShardedBytes(NamedTuple):
     """Total bytes of the parameters that ZeRO shards over the same axes.
 
@@ -166,6 +194,8 @@ class Totals:
         summed_over: {axis of a gradient reduction: {axes of ZeRO's shards: bytes of parameters}}.
         hidden: share of gradients that can be reduced during backward: all but the bucket that completes last.
         at: the samples, tokens and ranks for which the table was counted.
+        optimizer: optimizer of the step.
+        full: {flattened axes of ZeRO: the parameters whose update needs the full tensor}.
     """
 
     works: Mapping[tuple[str, Work], float]
@@ -183,6 +213,8 @@ class Totals:
     summed_over: Mapping[str, Mapping[tuple[str, ...], Size]]
     hidden: float
     at: Sizes
+    optimizer: str = ADAMW
+    full: Mapping[tuple[str, ...], FullTotals] = field(default_factory=dict)
 
 
 def named_in(name: str, path: str, number: int) -> str:
@@ -255,7 +287,16 @@ def totals_of(table: Table) -> Totals:
         summed_over=summed_over(trained),
         hidden=table.hidden_sums,
         at=Sizes(table.b, table.s, table.tp, table.cp, table.ep),
+        optimizer=table.optimizer,
+        full={over: _full(group, table) for over in {p.over for p in trained if p.full}
+              if (group := [p for p in trained if p.full and p.over == over])},
     )  # fmt: skip
+
+
+def _full(parameters: Sequence[Parameter], table: Table) -> FullTotals:
+    whole = sum(p.size.value * math.prod(getattr(table, axis) for axis in p.tensor_axes) for p in parameters)
+    matrices = Counter(p.matrix for p in parameters if p.matrix)
+    return FullTotals(Size.sum(p.size for p in parameters), whole, matrices)
 
 
 def _cut(parameters: Sequence[Parameter]) -> ShardedBytes:

@@ -18,10 +18,13 @@ from autopart.errors import CheckpointError
 from autopart.ir.program import Program
 from autopart.runtime.checkpoint.optimizer_groups import PARAM_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
 from autopart.runtime.checkpoint.optimizer_state import local_state
+from autopart.runtime.checkpoint.saved_shard import shard_offsets_of
+from autopart.runtime.checkpoint.state_dicts import as_shard
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.replicas import Replicas
+from autopart.runtime.optimizers.full_tensor_update import ReplicatedEntry, unwrap_replicated
 from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, shard_info_of
 from autopart.runtime.shards.shard_state import gather
@@ -94,11 +97,11 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
             continue
         values: dict[str, Any] = {}
         for key, value in optimizer.state[parameter].items():
+            is_replicated, value = isinstance(value, ReplicatedEntry), unwrap_replicated(value)
             values[key] = value
             if isinstance(value, Tensor):
-                values[key] = (
-                    ShardedMarker() if value.dim() and value.shape == parameter.shape else value.detach().cpu().clone()
-                )
+                is_sharded = value.dim() and value.shape == parameter.shape and not is_replicated
+                values[key] = ShardedMarker() if is_sharded else value.detach().cpu().clone()
                 is_unknown = not isinstance(optimizer, PartitionedOptimizer) and values[key] != ShardedMarker()
                 if value.numel() > 1 and shard_info.cuts and is_unknown:
                     raise CheckpointError(
@@ -135,7 +138,7 @@ def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Prog
         values = state_by_name.get(first[shard_info.name])
         if values is None:
             return None
-        return {key: _copied(local_state(optimizer, key, value, parameter, shard_info))
+        return {key: _with_offsets(local_state(optimizer, key, value, parameter, shard_info), parameter, shard_info)
                 for key, value in values.items()}  # fmt: skip
 
     load_by_name(optimizer, full["param_groups"], first, state_of)
@@ -170,6 +173,15 @@ def load_by_name(
         count += len(group[PARAMS])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     return state
+
+
+def _with_offsets(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
+    """Return a copy of a state value; a shard with its offsets, by which `load_state_dict` recognises it."""
+    copy = _copied(value)
+    if not isinstance(copy, Tensor) or not copy.dim() or tuple(copy.shape) == tuple(shard_info.stored.shape):
+        return copy
+    is_shard = copy.shape == parameter.shape
+    return as_shard(copy, shard_offsets_of(shard_info), shard_info) if is_shard else copy
 
 
 def _copied(value: Any) -> Any:

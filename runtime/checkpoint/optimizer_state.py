@@ -31,6 +31,7 @@ from autopart.runtime.checkpoint.saved_shard import (
 )
 from autopart.runtime.checkpoint.stage_groups import load_by_names, save_by_names, with_all_stages
 from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, as_shard, checked_shard_of, gather_state_dict
+from autopart.runtime.optimizers.full_tensor_update import ReplicatedEntry, unwrap_replicated, wrap_replicated
 from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
 
@@ -94,6 +95,7 @@ def _state_with_offsets(optimizer: Optimizer, value: Any, parameter: Tensor, sha
 
     The value is returned unchanged if it is a scalar, or if all ranks have an equal tensor.
     """
+    is_replicated, value = isinstance(value, ReplicatedEntry), unwrap_replicated(value)
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return value
     if value.dim() == 0 or shard_offsets_of(shard_info).is_full:
@@ -102,7 +104,7 @@ def _state_with_offsets(optimizer: Optimizer, value: Any, parameter: Tensor, sha
         return value
     is_pipeline = shard_info.process.mesh.size("pp") > 1
     place = shard_offsets_of(shard_info, only_by_name=is_pipeline)
-    if value.shape == parameter.shape:
+    if value.shape == parameter.shape and not is_replicated:
         return value if place.is_full and not is_pipeline else as_shard(value, place, shard_info)
     if not place.is_full and value.numel() > 1 and not isinstance(optimizer, PartitionedOptimizer):
         return ShardTensor(value, ShardOffsets(place.name, place.shape, None, place.keys))
@@ -167,5 +169,8 @@ def local_state(optimizer: Optimizer, key: str, value: Any, parameter: Tensor, s
     is_replicated = shard_offsets_of(shard_info).is_full or isinstance(optimizer, PartitionedOptimizer)
     if is_replicated and value.shape not in (parameter.shape, shard_info.stored.shape):
         return value  # the optimizer chose another shape than the parameter's
+    is_of_shard = place is not None and place.shape == tuple(shard_info.stored.shape)
+    if is_replicated and value.shape == parameter.shape and not is_of_shard:
+        return wrap_replicated(to_plain(value), parameter.shape, shard_info.stored.shape)
     shard = checked_shard_of(f"{shard_info.name} ({key})", value, parameter, shard_info)
     return shard if shard is value or isinstance(value, ShardTensor) else shard.clone()

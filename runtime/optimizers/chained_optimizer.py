@@ -10,6 +10,16 @@ import torch
 from torch.optim import Optimizer
 
 
+class _ChainedState(ChainMap[Any, Any]):
+    """State of several optimizers. A look-up adds no entry to their dicts, which are `defaultdict`."""
+
+    def __getitem__(self, key: Any) -> Any:
+        for mapping in self.maps:
+            if key in mapping:
+                return mapping[key]
+        return self.__missing__(key)
+
+
 class ChainedOptimizer(Optimizer):
     """Optimizer that combines several optimizers of different parameters, which step together.
 
@@ -22,7 +32,7 @@ class ChainedOptimizer(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        self.state = ChainMap(*(optimizer.state for optimizer in optimizers))  # type: ignore[assignment]
+        self.state = _ChainedState(*(optimizer.state for optimizer in optimizers))  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run a step of each optimizer. If there is a closure, it is called once."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopart.errors import CheckpointError
 from autopart.ir.mesh import Mesh
 from autopart.ir.sharding import DimSharding
 from autopart.runtime.optimizers.owner_exchange import GatherObjects, Steps, assign_owners, from_owners, to_owners
@@ -53,6 +52,33 @@ class SharedEntry:
 
     dtype: torch.dtype | None
     value: Any = None
+
+
+@dataclass(frozen=True)
+class ReplicatedEntry:
+    """Optimizer state that is equal on all ranks, although it has the shape of this rank's shard.
+
+    A state dict takes a tensor with the shape of a shard for a shard, unless it is wrapped in this class. An example
+    is a preconditioner [16, 16] of Shampoo for a parameter [32, 16] on two ranks.
+    """
+
+    value: Tensor
+
+
+def wrap_replicated(value: Any, shard_shape: Sequence[int], shape: Sequence[int]) -> Any:
+    """Return replicated optimizer state, as a `ReplicatedEntry` if it has the shape of a shard.
+
+    Args:
+        shard_shape: shape of this rank's shard of the parameter.
+        shape: full shape of the parameter.
+    """
+    is_ambiguous = isinstance(value, Tensor) and value.dim() and tuple(value.shape) == tuple(shard_shape)
+    return ReplicatedEntry(value) if is_ambiguous and tuple(shape) != tuple(shard_shape) else value
+
+
+def unwrap_replicated(value: Any) -> Any:
+    """Return the tensor in a `ReplicatedEntry`, and any other value unchanged."""
+    return value.value if isinstance(value, ReplicatedEntry) else value
 
 
 class FullTensorUpdate:
@@ -118,14 +144,16 @@ class FullTensorUpdate:
         the owner of the tensor. A generator, which yields its collectives.
         """
         described = {
-            name: {key: self._describe(name, key, value) for key, value in self._state_of(name).items()}
+            name: {key: self._describe(name, value) for key, value in self._state_of(name).items()}
             for name in self.owned
             if self._has_state(name)
         }
         gathered = yield GatherObjects(described)
         entries = {name: row for rows in gathered for name, row in rows.items() if name in self.sharded_names}
         state: StateByName = dict(self.local_state())
-        state |= {name: {key: entry.value for key, entry in row.items()} for name, row in entries.items()}
+        for name, row in entries.items():
+            shapes = self.tensors[name].values.shape, self.tensors[name].shape
+            state[name] = {key: wrap_replicated(entry.value, *shapes) for key, entry in row.items()}
         keys = dict.fromkeys(key for row in entries.values() for key, entry in row.items() if entry.dtype is not None)
         for key in sorted(keys):
             like = {
@@ -146,7 +174,7 @@ class FullTensorUpdate:
             if name in state and (name in self.owned or not is_sharded):
                 # Copied: all ranks of a lock step get the same objects.
                 values = copy.deepcopy(state[name]) if is_sharded else state[name]
-                optimizer.state[self.parameters[name]] = dict(values)
+                optimizer.state[self.parameters[name]] = {key: unwrap_replicated(v) for key, v in values.items()}
         of_sharded = [tensor for tensor in self.sharded if tensor.name in state]
         for key in sorted({key for tensor in of_sharded for key in state[tensor.name]}):
             shards = {
@@ -173,18 +201,11 @@ class FullTensorUpdate:
         state: dict[str, Any] = self._optimizer_of[name].state[self.parameters[name]]
         return state
 
-    def _describe(self, name: str, key: str, value: Any) -> SharedEntry:
+    def _describe(self, name: str, value: Any) -> SharedEntry:
         if not isinstance(value, Tensor):
             return SharedEntry(None, value)
-        tensor = self.tensors[name]
-        if value.dim() and tuple(value.shape) == tensor.shape:
+        if value.dim() and tuple(value.shape) == self.tensors[name].shape:
             return SharedEntry(value.dtype)
-        if value.dim() and value.shape == tensor.values.shape:
-            raise CheckpointError(
-                f"'{key}' of '{name}' cannot be saved",
-                why=f"its shape {tuple(value.shape)} is that of a shard, so it would be loaded as one",
-                hint="another number of ranks on the axes that shard this parameter",
-            )
         return SharedEntry(None, value.detach().cpu())
 
 

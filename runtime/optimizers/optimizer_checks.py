@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,6 +22,7 @@ from autopart.compat.torch_function_internals import local_values, on_local_valu
 from autopart.errors import OptionError
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.gradients.no_sync import check_reduced
+from autopart.runtime.optimizers.optimizer_trial import is_separable
 from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.sharded_tensor.sharded_tensor import allow_reductions_in
 from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
@@ -179,43 +179,6 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
             )  # fmt: skip
         if separable:
             allow_reductions_in(optimizer)
-
-
-def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer treats each tensor separately: updates do not depend on other tensors.
-
-    The test takes three steps on two matrices together, and on each matrix alone, with the options of `optimizer`. The
-    user's random state is not changed. Returns None if the test raises an exception.
-    """
-    matrices = [torch.arange(24.0, device=device).reshape(6, 4), torch.arange(10.0, device=device).reshape(2, 5) + 1]
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            together = _movements(optimizer, matrices)
-            alone = [_movements(optimizer, [matrix])[0] for matrix in matrices]
-    except Exception:  # an unknown class may raise anything, for example from a constructor with other arguments
-        return None
-    return all(torch.allclose(*pair, rtol=1e-3, atol=1e-6) for pair in zip(together, alone, strict=True))
-
-
-def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return the change of test matrices in three steps of a new optimizer of the same class.
-
-    Args:
-        elements: for each matrix, a tensor of numbers that determine its values and gradients.
-    """
-    parameters = [nn.Parameter(element.sin()) for element in elements]
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    if "lr" in options:
-        options["lr"] = 0.01  # a schedule may begin with learning rate 0
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    accepted_options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    kind: Any = type(optimizer)
-    another = kind([{**options, "params": [parameter]} for parameter in parameters], **accepted_options)
-    for step in range(3):
-        for parameter, element in zip(parameters, elements, strict=True):
-            parameter.grad = (element * 0.7 + step).cos()
-        another.step()
-    return [parameter.detach() - element.sin() for parameter, element in zip(parameters, elements, strict=True)]
 
 
 def reason_of(kind: type, reasons: dict[str, str]) -> str:

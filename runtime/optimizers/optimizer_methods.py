@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.errors import OptionError
 from autopart.ir.program import Program
+from autopart.ir.run.full_tensors import hidden_matrices
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.optimizers.full_tensor_update import FullTensorUpdate, LocalTensor
-from autopart.runtime.optimizers.optimizer_checks import OF_THE_MODEL, is_elementwise_class, is_separable, reason_of
+from autopart.runtime.optimizers.optimizer_checks import OF_THE_MODEL, is_elementwise_class, reason_of
+from autopart.runtime.optimizers.optimizer_trial import failed_step, is_separable, line_of_step, line_that_combines
 from autopart.runtime.optimizers.partitioned_optimizer import PartitionedOptimizer
 from autopart.runtime.shards.shard_owners import shard_info_of
 from autopart.tracing.meta_copy import Source
@@ -119,18 +121,6 @@ class OptimizerMethods:
         return PartitionedOptimizer(update, local, process)
 
 
-def hidden_matrices(model: nn.Module) -> set[str]:
-    """Return the names of a model's two-dimensional parameters, without embeddings and output layer.
-
-    A parameter that is tied to one of these is left out, too.
-    """
-    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    outer = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    left_out = {id(p) for module in [*outer, output] if module is not None for p in module.parameters(recurse=False)}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name for name, p in named if p.ndim == 2 and id(p) not in left_out}
-
-
 def _groups(params: Iterable[Any], names: Mapping[int, str], stored: Mapping[str, str]) -> Groups:
     """Return parameter groups with names in place of parameters and patterns.
 
@@ -195,10 +185,30 @@ def _check_class(kind: type, process: Process) -> None:
 
 
 def _check_separable(optimizer: Optimizer, process: Process) -> None:
-    name = type(optimizer).__name__
-    if not is_elementwise_class(type(optimizer)) and is_separable(optimizer, process.device) is False:
+    kind, device = type(optimizer), process.device
+    if is_elementwise_class(kind):
+        return
+    name, separable = kind.__name__, is_separable(optimizer, device)
+    if separable is None:
+        _check_closure(optimizer, device)
+    if separable is False:
         raise OptionError(
             f"{name} cannot train a partitioned model",
             why="its update of a matrix depends on other matrices, and these are updated on different ranks",
+            where=line_that_combines(optimizer, device),
             hint="an optimizer that updates each tensor by itself, such as torch.optim.Muon",
         )
+
+
+def _check_closure(optimizer: Optimizer, device: torch.device) -> None:
+    """Raise OptionError if a step without a closure fails because it has no closure."""
+    error = failed_step(optimizer, device)
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    if "closure" in text.lower() or "'NoneType' object is not callable" in text:
+        name = type(optimizer).__name__
+        raise OptionError(
+            f"{name} cannot train a partitioned model",
+            why="its step calls a closure that runs the model, and pm.optimizer calls the step after the backward",
+            where=f"step(): {line_of_step(type(optimizer), error)}",
+            hint="an optimizer whose step() needs no closure, such as torch.optim.Muon or AdamW",
+        ) from error

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autopart.ir.mesh import Mesh
+from autopart.ir.run.full_tensors import balanced_owners, position_of
 from autopart.ir.sharding import DimSharding
 from autopart.runtime.comm.collectives import communicate
 from autopart.runtime.comm.process_mesh import Process, gather_over_all
@@ -108,19 +109,16 @@ def assign_owners(
         tensors: (name, full shape, splits as (mesh axis, split)) of each tensor.
         coordinates: this rank's coordinates.
     """
-    loads: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[str, ...], list[Any]] = defaultdict(list)
+    for row in sorted(tensors, key=lambda row: row[0]):
+        groups[tuple(axis for axis, _ in row[2])].append(row)
     chosen = {}
-    for name, shape, cuts in sorted(tensors, key=lambda row: (-math.prod(row[1]), row[0])):
-        axes = tuple(axis for axis, _ in cuts)
-        sizes = [cut.num_shards for _, cut in cuts]
-        load = loads[axes]
-        if not load:
-            load += [0] * math.prod(sizes)
-        rank = load.index(min(load))
-        load[rank] += math.prod(shape)
-        owner = tuple(int(i) for i in torch.unravel_index(torch.tensor(rank), sizes))
-        splits = tuple((axis, cut, mesh.index(coordinates, axis)) for axis, cut in cuts)
-        chosen[name] = OwnedTensor(name, shape, splits, owner)
+    for group in groups.values():
+        sizes = [cut.num_shards for _, cut in group[0][2]]
+        ranks = balanced_owners([math.prod(shape) for _, shape, _ in group], math.prod(sizes))
+        for (name, shape, cuts), rank in zip(group, ranks, strict=True):
+            splits = tuple((axis, cut, mesh.index(coordinates, axis)) for axis, cut in cuts)
+            chosen[name] = OwnedTensor(name, shape, splits, position_of(rank, sizes))
     return [chosen[name] for name, _, _ in tensors]
 
 

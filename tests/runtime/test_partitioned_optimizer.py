@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_models import BUILD, TIMEOUT_S
+from full_tensor_optimizers import Shampoo
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 import autopart
 from autopart.errors import OptionError, UsageError
 from autopart.ir.mesh import Mesh
+from autopart.ir.run.full_tensors import hidden_matrices
 from autopart.runtime.optimizers.chained_optimizer import ChainedOptimizer
-from autopart.runtime.optimizers.optimizer_methods import hidden_matrices
 
 KINDS = {"gpt2": ("muon", "lamb"), "tied": ("muon", "adafactor", "lamb")}
 """{model: optimizers}. GPT-2's key biases have gradients of rounding alone, which Adafactor scales to whole steps."""
@@ -50,17 +51,20 @@ class Lamb(torch.optim.Optimizer):
                 parameter.sub_(momentum * group["lr"] * norms[0] / (momentum.norm() + 1e-3) / group["steps"])
 
 
+OF_ALL: dict[str, Any] = {"adafactor": torch.optim.Adafactor, "lamb": Lamb, "shampoo": Shampoo}
+
+
 def make(kind: str, module: Any) -> torch.optim.Optimizer:
     """Create an optimizer of a partitioned model, or of a model on a single device."""
     if hasattr(module, "optimizer"):
         if kind == "muon":
             return module.optimizer(torch.optim.Muon, lr=0.05, others=VECTORS)
-        return module.optimizer({"adafactor": torch.optim.Adafactor, "lamb": Lamb}[kind], lr=0.05)
+        return module.optimizer(OF_ALL[kind], lr=0.05)
     if kind == "muon":
         names, named = hidden_matrices(module), dict(module.named_parameters())
         muon = torch.optim.Muon([p for name, p in named.items() if name in names], lr=0.05)
         return ChainedOptimizer([muon, VECTORS([p for name, p in named.items() if name not in names])])
-    return {"adafactor": torch.optim.Adafactor, "lamb": Lamb}[kind](module.parameters(), lr=0.05)
+    return OF_ALL[kind](module.parameters(), lr=0.05)
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], steps: int) -> None:
@@ -115,7 +119,8 @@ def in_turn(cases: list[tuple[str, str, str, dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize("cases", [
-    [("gpt2", "muon", "tp2", {}), ("tied", "lamb", "tp2", {}), ("tied", "adafactor", "dp2", {"zero": 3}),
+    [("gpt2", "muon", "tp2", {}), ("gpt2", "shampoo", "tp2", {}), ("tied", "lamb", "tp2", {}),
+     ("tied", "adafactor", "dp2", {"zero": 3}),
      ("gpt2", "muon", "pp2", {})],
     pytest.param([
         (name, kind, mesh, options) for name, kinds in KINDS.items() for kind in kinds
@@ -158,7 +163,9 @@ def resume(folder: str, name: str, kind: str, mesh: str, options: dict[str, Any]
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(("name", "kind"), [("gpt2", "muon"), ("gpt2", "lamb"), ("tied", "adafactor")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", "shampoo"), ("gpt2", "muon"), ("gpt2", "lamb"), ("tied", "adafactor")]
+)
 def test_a_checkpoint_is_resumed_on_another_mesh(name, kind):
     with tempfile.TemporaryDirectory() as folder:
         dist.run_ranks(save, 2, folder, name, kind, "tp2", {}, timeout_s=TIMEOUT_S)

@@ -25,7 +25,7 @@ from autopart.proof.steps.lockstep_steps import AllRanks, SingleDeviceTraining, 
 from autopart.proof.steps.training_options import MakeOptimizer, Training, read_training
 from autopart.proof.verify import VerificationRun
 from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, connect_checkpoints, to_plain
-from autopart.runtime.optimizers.full_tensor_update import StateByName
+from autopart.runtime.optimizers.full_tensor_update import StateByName, unwrap_replicated, wrap_replicated
 from autopart.runtime.saves.checkpoint_index import STATE_FILE, CheckpointIndex, read_index
 from autopart.runtime.saves.training_state import MODEL, STATE, packed, target_of, unpacked
 from autopart.runtime.shards.shard_state import splits_at
@@ -182,8 +182,9 @@ def _save(ranks: AllRanks, path: Path) -> None:
         for name, parameter in local.items():
             place = _offsets(ranks.program, rank, name)
             tensors[MODEL + name] = ShardTensor(parameter.detach(), place)
-            for key, value in states[rank].get(name, {}).items():
-                if _is_sharded(value, parameter):
+            for key, entry in states[rank].get(name, {}).items():
+                value = unwrap_replicated(entry)
+                if _is_sharded(entry, parameter):
                     tensors[f"{STATE}{name}.{key}"] = ShardTensor(value, place)
                 elif isinstance(value, Tensor):
                     tensors[f"{STATE}{name}.{key}"] = value
@@ -211,7 +212,10 @@ def _load(ranks: AllRanks, path: Path) -> None:
             state = {key[len(prefix) :]: value for key, value in others.items() if key.startswith(prefix)}
             for key in (key for key in index.entries if key.startswith(prefix)):
                 targets[key] = target_of(index.entries[key], place)
-                state[key[len(prefix) :]] = to_plain(targets[key])
+                value = to_plain(targets[key])
+                is_sharded = isinstance(targets[key], ShardTensor)
+                shapes = place.local_shape, place.shape
+                state[key[len(prefix) :]] = value if is_sharded else wrap_replicated(value, *shapes)
             if state:
                 states[rank][name] = state
         read_shards(path, index, targets)
@@ -240,7 +244,7 @@ def _values(ranks: AllRanks) -> dict[str, Tensor]:
             entries = {name: parameter.detach()}
             entries |= {f"{name}.{key}": value for key, value in states[rank].get(name, {}).items()}
             for key, value in entries.items():
-                is_sharded = _is_sharded(value, parameter)
+                is_sharded, value = _is_sharded(value, parameter), unwrap_replicated(value)
                 value = value if isinstance(value, Tensor) else torch.tensor(value)
                 shape = place.shape if is_sharded else tuple(value.shape)
                 if key not in full:
