@@ -144,7 +144,6 @@ def plan(
     example_args: tuple = (),
     example_kwargs: Mapping[str, Any] | None = None,
     lengths: Iterable[int] | str | None = None,
-    optimizer: str | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Choose a plan without running anything: no process group, no GPU, and the model can be on `meta`.
@@ -153,8 +152,6 @@ def plan(
         model, mesh, example_args, example_kwargs: as in `parallelize`. An example is required.
         lengths: sequence lengths of later calls, such as range(16, 513). The plan and its predicted time and memory
             are for the longest; `plan.cost.at(s=...)` predicts other lengths.
-        optimizer: "adamw", "sgd", "muon" (hidden matrices; AdamW for all other parameters) or "lamb". Time,
-            communication and memory of its update are predicted, as `pm.optimizer` runs it.  [default: adamw]
         **options: `PlanOptions`.
     Raises the errors of `parallelize`.
 
@@ -164,7 +161,7 @@ def plan(
         >>> print(autopart.plan(model, "dp8,tp8", example_kwargs=batch).explain())    # doctest: +SKIP
     """
     _check_model(model)
-    asked = read_options(plan, options, optimizer=optimizer)
+    asked = read_options(plan, options)
     if not example_args and example_kwargs is None:
         raise InputError("plan() needs an example call", why="the model is traced on it",
                          hint="plan(model, mesh, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
@@ -323,6 +320,6 @@ def _searched(
     (best, *_) = search(
         model, devices, hardware=options.hardware, memory=options.memory, precision=options.precision,
         reduce_dtype=options.reduce_dtype, balance=options.balance, sequence_dims=options.sequence_dims,
-        example_kwargs=example,
+        optimizer=options.optimizer, example_kwargs=example,
     )  # fmt: skip
     return best, Options(**kept)

@@ -41,11 +41,8 @@ TOLERANCE = 1e-10
 """Default tolerance of `verify`: the largest difference, relative to the largest value."""
 
 
-class SearchOptions(TypedDict, total=False):
-    """Options that `search` has in common with `plan` and `parallelize`.
-
-    None means the default, as in `PlanOptions` and `RunOptions`.
-    """
+class StepOptions(TypedDict, total=False):
+    """Options that all functions have in common. None means the default."""
 
     hardware: str | None
     memory: int | str | None
@@ -55,8 +52,14 @@ class SearchOptions(TypedDict, total=False):
     sequence_dims: Mapping[str, int] | str | None
 
 
-class PlanOptions(SearchOptions, total=False):
-    """Options of `plan` and `verify`."""
+class SearchOptions(StepOptions, total=False):
+    """Options of `search`."""
+
+    optimizer: str | None
+
+
+class VerifyOptions(StepOptions, total=False):
+    """Options of `verify`, whose argument `optimizer` creates the optimizer of training steps."""
 
     schedule: str | None
     microbatches: int | None
@@ -69,6 +72,10 @@ class PlanOptions(SearchOptions, total=False):
     recompute: Recompute | str | None
     dp_sync: str | Mapping[str, Any] | None
     compile: bool | None
+
+
+class PlanOptions(VerifyOptions, SearchOptions, total=False):
+    """Options of `plan`."""
 
 
 class RunOptions(PlanOptions, total=False):

@@ -24,7 +24,7 @@ from autopart.common.files import check_writable
 from autopart.common.progress import phase
 from autopart.common.text import indented
 from autopart.errors import OptionError, PlanError
-from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
+from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions, VerifyOptions
 from autopart.plans.headlines import headlines
 from autopart.plans.plan import SETTINGS, WRITABLE, Plan, schema
 from autopart.show.nodes import node_lines
@@ -224,7 +224,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
 @main.command()
 @MODEL
 @MESH
-@shared(PlanOptions)
+@shared(VerifyOptions)
 @PLAN
 @click.option("--tolerance", default=TOLERANCE, show_default=True, help="Largest relative error that counts as equal.")
 @click.option(

@@ -180,7 +180,7 @@ class CommandOptions:
 
         Raises OptionError for an invalid value.
         """
-        options = {name: self.values[name] for name in names_of(kind)}
+        options = {name: self.values[name] for name in names_of(kind) if name in self.values}
         Options(**options)
         return options
 

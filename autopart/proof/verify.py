@@ -29,7 +29,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.sync_option import SyncOption
-from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
+from autopart.options import TOLERANCE, Options, VerifyOptions, read_options, with_options
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.headlines import replicated_operator_text, replicated_operators
 from autopart.plans.plan import Plan
@@ -128,14 +128,14 @@ class Verification(ShownAsText):
         return "".join([head, *(f"\n  {line}" for line in lines), f"\n{again}"])
 
 
-@with_options(PlanOptions)
+@with_options(VerifyOptions)
 def verify(
     model: nn.Module, mesh: Any, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None, loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     rng: Rng = "exact", tolerance: float = TOLERANCE, shrink: bool = False, scaled: bool | str = "auto",
     tamper: Tamper | None = None, steps: int | None = None, optimizer: MakeOptimizer | None = None,
     max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
-    lengths: Iterable[int] | str | None = None, **options: Unpack[PlanOptions],
+    lengths: Iterable[int] | str | None = None, **options: Unpack[VerifyOptions],
 ) -> Verification:  # fmt: skip
     """Run ALL ranks of the partitioned model in this process and compare with the model.
 
@@ -144,7 +144,7 @@ def verify(
 
     Args:
         model, mesh, example_args, example_kwargs, plan: as in `parallelize`; nothing is compiled here.
-        **options: `PlanOptions`.
+        **options: `VerifyOptions`.
         loss_fn, target: loss function and target for a model that returns no loss, as in `ParallelModule.step`. If
             there is no loss, a fixed weighted sum of the outputs is differentiated.
         rng: "exact", or "fast" to turn dropout off (eval mode), for models whose random numbers cannot be reproduced.

@@ -420,7 +420,6 @@ def search(
     example_kwargs: Mapping[str, Any] | None = None,
     count: int = 3,
     dp_sync: Sequence[str | Mapping[str, Any]] = (),
-    optimizer: str | None = None,
     **options: Unpack[SearchOptions],
 ) -> list[Plan]:
     """Find the best plans for a number of devices: the Pareto front of time and memory, fastest first.
@@ -438,7 +437,6 @@ def search(
         count: number of plans to return.
         dp_sync: gradient synchronization methods to try in addition to all-reduce, such as `["powersgd:4", "local:8"]`.
             They change convergence, which is not predicted, so the search tries only the methods that you list.
-        optimizer: optimizer whose update is predicted, as in `plan`.
         **options: `SearchOptions`.
     Returns:
         Plans, fastest simulated step first. The last note of each plan has its prediction, and the reason why it is
@@ -452,7 +450,7 @@ def search(
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it must be an integer from 1")
-    asked = read_options(search, options, optimizer=optimizer)
+    asked = read_options(search, options)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     methods = [parse_sync(method) for method in dp_sync]
     space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)

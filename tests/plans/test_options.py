@@ -10,12 +10,21 @@ from torch import nn
 import autopart
 from autopart.cli.main import main
 from autopart.errors import OptionError
-from autopart.options import OPTIONS, Options, PlanOptions, RunOptions, SearchOptions, names_of, read_options
+from autopart.options import (
+    OPTIONS,
+    Options,
+    PlanOptions,
+    RunOptions,
+    SearchOptions,
+    VerifyOptions,
+    names_of,
+    read_options,
+)
 
 TAKES = {
     autopart.parallelize: RunOptions,
     autopart.plan: PlanOptions,
-    autopart.verify: PlanOptions,
+    autopart.verify: VerifyOptions,
     autopart.search: SearchOptions,
 }
 COMMANDS = {
@@ -26,7 +35,7 @@ COMMANDS = {
     "search": autopart.search,
 }
 pytestmark = pytest.mark.whole  # what is left out could be the one that differs
-OWN = {autopart.verify: {"rng"}, autopart.search: {"dp_sync"}}
+OWN = {autopart.verify: {"rng", "optimizer"}, autopart.search: {"dp_sync"}}
 """What a function takes besides, with another default or form."""
 
 each_function = pytest.mark.parametrize("function", TAKES, ids=lambda function: function.__name__)

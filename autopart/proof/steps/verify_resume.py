@@ -18,7 +18,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.ir.run.schedules import DELAYED
 from autopart.ir.sharding import boxes, spans_of
-from autopart.options import TOLERANCE, PlanOptions, read_options, with_options
+from autopart.options import TOLERANCE, VerifyOptions, read_options, with_options
 from autopart.plans.rank_digest import autopart_version
 from autopart.proof.comparison import relative
 from autopart.proof.steps.lockstep_steps import AllRanks, SingleDeviceTraining, TracedBatches, restore_state
@@ -77,13 +77,13 @@ class ResumeVerification(ShownAsText):
         return "\n".join(lines)
 
 
-@with_options(PlanOptions)
+@with_options(VerifyOptions)
 def verify_resume(
     model: nn.Module, mesh_a: Any, mesh_b: Any, *, example_args: tuple = (),
     example_kwargs: Mapping[str, Any] | None = None, loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     steps: int = 3, optimizer: MakeOptimizer | None = None, max_norm: float | None = None,
     batches: Sequence[Mapping[str, Any]] | None = None, options_b: Mapping[str, Any] | None = None,
-    tolerance: float = TOLERANCE, **options: Unpack[PlanOptions],
+    tolerance: float = TOLERANCE, **options: Unpack[VerifyOptions],
 ) -> ResumeVerification:  # fmt: skip
     """Train on mesh A, save, load on mesh B, and compare, with all ranks in this process.
 
@@ -97,7 +97,7 @@ def verify_resume(
         steps: number of training steps before the save.
         optimizer, max_norm, batches: as in `verify`.
         options_b: options that are different on mesh B, such as {"zero": 3}.
-        **options: `PlanOptions`.
+        **options: `VerifyOptions`.
 
     Example:
         >>> assert autopart.verify_resume(model, "tp4", "dp2,pp2", example_kwargs=batch).ok    # doctest: +SKIP
