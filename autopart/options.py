@@ -41,7 +41,7 @@ TOLERANCE = 1e-10
 """Default tolerance of `verify`: the largest difference, relative to the largest value."""
 
 
-class StepOptions(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """Options that all functions have in common. None means the default."""
 
     hardware: str | None
@@ -52,13 +52,13 @@ class StepOptions(TypedDict, total=False):
     sequence_dims: Mapping[str, int] | str | None
 
 
-class SearchOptions(StepOptions, total=False):
+class SearchOptions(CommonOptions, total=False):
     """Options of `search`."""
 
     optimizer: str | None
 
 
-class VerifyOptions(StepOptions, total=False):
+class VerifyOptions(CommonOptions, total=False):
     """Options of `verify`, whose argument `optimizer` creates the optimizer of training steps."""
 
     schedule: str | None
