@@ -164,7 +164,7 @@ def _measured(spans: Sequence[Mapping[str, Any]], marks: Sequence[Mapping[str, A
     is_optimizer = [span for span in spans if _OPTIMIZER.match(str(span["name"])) and span.get("cat") != "kernel"]
     for span in spans:
         kind = _collective_kind(str(span["name"]))
-        if kind and (span in kernels or str(span["name"]).startswith("gloo:")):
+        if kind and (span.get("cat") == "kernel" or str(span["name"]).startswith("gloo:")):
             seconds["collectives", kind] += span["dur"] / 1e6
     if kernels:
         for span in kernels:

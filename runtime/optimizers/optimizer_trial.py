@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -91,14 +92,18 @@ class _TrialSteps:
         accepted = inspect.signature(type(optimizer).__init__).parameters
         accepted_options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         make: Callable[..., Optimizer] = type(optimizer)
-        self.optimizer = make([{**options, "params": [p]} for p in self.parameters], **accepted_options)
+        with self._own_random_state():
+            self.optimizer = make([{**options, "params": [p]} for p in self.parameters], **accepted_options)
 
     def step(self, number: int, scale: float) -> None:
         for parameter, element in zip(self.parameters, self.elements, strict=True):
             parameter.grad = (element * 0.7 + number).cos() * scale
-        device = self.elements[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        with self._own_random_state(), torch.enable_grad():
             self.optimizer.step()
+
+    def _own_random_state(self) -> AbstractContextManager[None]:
+        device = self.elements[0].device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _matrices(device: torch.device) -> list[Tensor]:

@@ -11,7 +11,7 @@ from dist import run_ranks
 
 import autopart
 from autopart.cli.main import main
-from autopart.errors import OptionError
+from autopart.errors import OptionError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +140,38 @@ def test_a_measured_step_has_the_names_of_a_predicted_one(tmp_path):
         assert {f"{way} {index}" for way in ("forward", "backward") for index in (0, 1)} <= set(names)
         rows = {row.name: row for row in comparison.rows}
         assert all(rows[kind].measured_s and rows[kind].predicted_s for kind in ("matmul", "forward", "backward"))
+
+
+class Counted(torch.nn.Module):
+    """Batch statistics, dropout and a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return {"loss": torch.nn.functional.dropout(self.linear(self.norm(x)), 0.5).square().mean()}
+
+
+def test_a_measured_step_changes_no_training_state(tmp_path):
+    x = torch.randn(4, 8)
+    pm = autopart.parallelize(Counted(), "dp1", precision="fp16", example_args=(x,))
+    pm._loss_scaling.scale = 4.0
+    pm.step(x)
+
+    def state():
+        tensors = [*pm.buffers(), *(parameter.grad for parameter in pm.parameters()), torch.get_rng_state()]
+        return [tensor.clone() for tensor in tensors], pm.loss_scale, vars(pm._loss_scaling), pm._meter.total_steps
+
+    before = copy.deepcopy(state())
+    pm.profile(tmp_path / "trace.json", x, steps=2)
+    after = state()
+    assert all(map(torch.equal, before[0], after[0])) and before[1:] == after[1:]
+
+
+def test_a_measured_step_within_accumulation_is_refused(tmp_path):
+    x = torch.randn(4, 8)
+    pm = autopart.parallelize(Counted(), "dp1", example_args=(x,))
+    pm._process.unreduced.add("a batch")
+    with pytest.raises(UsageError, match=r"profile\(\) needs gradients that are reduced"):
+        pm.profile(tmp_path / "trace.json", x)
