@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.compat.torch_function_internals import on_local_values
+from autopart.errors import AutopartError, PlanError
 from autopart.ir.program import Program
 from autopart.plans.code_package import code_export
-from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.training.layer_modes import LayerModes
 
@@ -35,7 +38,7 @@ class ExportMethods:
         """Write the training program as a Python package of plain tensors and `torch.distributed` calls.
 
         `torchrun folder/run.py` trains the package without autopart, from the current weights, with equal losses. Every
-        rank must call it, with a folder that all ranks share. Returns the folder.
+        rank must call it, with a folder that all ranks share. Returns the folder, when all ranks have written.
 
         Args:
             folder: a new or empty folder, or an exported package to overwrite.
@@ -55,8 +58,18 @@ class ExportMethods:
             )  # fmt: skip
         else:
             program, inputs = self._compiler.training_program(), None
-        code_export().export_module(
-            Path(folder), self._process.rank, program, self._compiler.plan, self._local_parameters,
-            self._local_buffers, inputs,
-        )  # fmt: skip
+        problem: Exception | None = None
+        try:
+            code_export().export_module(
+                Path(folder), self._process.rank, program, self._compiler.plan, self._local_parameters,
+                self._local_buffers, inputs,
+            )  # fmt: skip
+        except (AutopartError, OSError) as error:
+            problem = error
+        has_failed = torch.tensor([float(problem is not None)])
+        reduce_over_all(has_failed, dist.ReduceOp.MAX, self._process)  # waits until all ranks have written
+        if problem is not None:
+            raise problem
+        if has_failed.item():
+            raise PlanError(f"cannot export to {folder}", why="another rank failed", hint="see the error of that rank")
         return Path(folder)

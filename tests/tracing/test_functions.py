@@ -441,7 +441,7 @@ REFUSED = {
                         "it draws random numbers, which its backward would draw again"),
     "returns None": (lambda y, weight: Any_.apply(y, "returns None")[0], "it returns None; it may return only tensors"),
     "reads": (lambda y, weight: FusedLoss.apply(y.flatten(0, 1), weight, torch.arange(y[..., 0].numel()) % 8, True),
-              "it reads the value of a tensor, as .item() does"),
+              "it reads the value of a tensor, as `if` and .item() do"),
 }  # fmt: skip
 
 

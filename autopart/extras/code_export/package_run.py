@@ -30,12 +30,15 @@ def load() -> Trainer:
 
 
 def main() -> None:
-    """Run some steps on the batch in `batch.pt`, and print the loss of each."""
+    """Run some steps on one batch, and print the loss of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--optimizer", choices=("AdamW", "SGD"), default="AdamW")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--batch", type=Path, default=FOLDER / "batch.pt", help="file of {input: tensor}")
     options = parser.parse_args()
+    if not options.batch.exists():
+        parser.error(f"there is no {options.batch}: write it with torch.save({{name of an input: tensor}}, path)")
     use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if use_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -44,7 +47,7 @@ def main() -> None:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trainer = load()
-    batch = torch.load(FOLDER / "batch.pt", map_location=device())
+    batch = torch.load(options.batch, map_location=device())
     optimizer = getattr(torch.optim, options.optimizer)(trainer.parameters(), lr=options.lr)
     for step in range(options.steps):
         loss = trainer.step(batch)

@@ -272,7 +272,7 @@ torchrun --nproc-per-node {ranks} run.py --steps 3
 
 | file | content |
 |---|---|
-| `run.py` | trains on `batch.pt` and prints the loss of each step |
+| `run.py` | trains on `batch.pt` (or `--batch FILE`) and prints the loss of each step |
 | `stage_N.py` | the forward of pipeline stage N, with its collectives |
 | `training.py` | microbatches, pipeline (1F1B), reduction of gradients |
 | `collectives.py` | each collective with its backward |

@@ -302,7 +302,10 @@ def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
     namesakes = _CLASSES.setdefault(full, [])
     if user.function not in namesakes:
         namesakes.append(user.function)
-    code = (examined := _examined(user, tensors, wanted)).code
+    try:
+        code = (examined := _examined(user, tensors, wanted)).code
+    except DataDependentOutputException as error:
+        raise _lost(user.function, "it reads the value of a tensor, as `if` and .item() do") from error
     kinds = [(t.dim(), t.dtype, t.device.type, w) for t, w in zip(tensors, wanted, strict=True)]
     signature = repr((namesakes.index(user.function), user.arguments, user.autocast, kinds))
     if _CODES.setdefault((user.function, signature, tuple(t.shape for t in tensors)), code) != code:
@@ -377,12 +380,9 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
         return grads
 
     state = random_state()
-    try:
-        traces = [trace_apart(forward, tensors)]
-        if any(wanted):
-            traces.append(trace_apart(backward, [*tensors, *(n.meta["val"] for n in _returned(traces[0]))]))
-    except DataDependentOutputException as error:
-        raise _lost(user.function, "it reads the value of a tensor, as .item() does") from error
+    traces = [trace_apart(forward, tensors)]
+    if any(wanted):
+        traces.append(trace_apart(backward, [*tensors, *(n.meta["val"] for n in _returned(traces[0]))]))
     drawn = any(torch.Tag.nondeterministic_seeded in n.target.tags for trace in traces for n in _calls(trace))
     if drawn or state != random_state():
         raise _lost(user.function, "it draws random numbers, which its backward would draw again")
