@@ -19,7 +19,6 @@ from autopart.runtime.batch.step_metrics import StepMeter
 from autopart.runtime.comm.call_random import random_states, restored
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.gradients.no_sync import check_reduced
-from autopart.runtime.training.loss_scaling import LossScaling
 
 
 class ProfileMethods(nn.Module):
@@ -28,7 +27,7 @@ class ProfileMethods(nn.Module):
     _process: Process
     _meter: StepMeter
     _in_flight: Any
-    _loss_scaling: LossScaling | None
+    _loss_scaling: Any
     step: Any
 
     def profile(self, path: str | Path, *args: Any, steps: int = 3, **kwargs: Any) -> Path:
@@ -92,5 +91,5 @@ class ProfileMethods(nn.Module):
                 buffer.copy_(value)
             with restored(random):
                 vars(self._meter).update(meter)
-            if scaling is not None and scale is not None:
+            if scale is not None:
                 vars(scaling).update(scale)
