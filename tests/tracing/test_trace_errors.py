@@ -283,8 +283,8 @@ CASES: dict[Callable[[], nn.Module], str] = {
     WritesWeightWithoutGrad: other(
         "{name} writes to its trained parameter 'gate.weight' in its forward",
         "the new value of an element depends on more than its old value",
-        "change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before forward() "
-        "reads it",
+        "change it outside forward(), after optimizer.step(); in forward(), only by clamp_, mul_ and other elementwise "
+        "operations before its first use",
         "div at test_trace_errors.py:{line}"),
     WritesInput: other("{name} writes to its input 'mask' in its forward", BUFFERS_ONLY, "do it outside forward()",
                        "mul at test_trace_errors.py:{line}"),
@@ -338,8 +338,9 @@ CASES: dict[Callable[[], nn.Module], str] = {
     While: cannot("while_loop, scan and the like contain parts of the model, which cannot be sharded",
                  "torch.where and plain operations, or parallelize the modules inside"),
     Differentiates: cannot("the forward differentiates inside (autograd.grad, backward, torch.func), or reads a "
-                           "tensor that it made before", "the gradient outside of the model, or written as operations",
-                           ""),
+                           "tensor that it made before, or that an earlier torch.export of the model left in a cache",
+                           "the gradient outside of the model, or written as operations; after torch.export: a new "
+                           "process", ""),
     ReturnsCache: cannot("it returns a test_trace_errors.Cache, in which autopart cannot look for tensors",
                          "return its tensors (of a cache: use_cache=False), or "
                          "torch.utils._pytree.register_pytree_node", ""),
