@@ -66,11 +66,6 @@ class Bins(Base):
         return self.out(x) * self.gate(x).long().bincount().sum()  # here
 
 
-class Numpy(Base):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x) * torch.from_numpy(np.cumsum(mask.numpy(), 0)))  # here
-
-
 class WrongShape(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.out(self.gate(x).reshape(3, -1))  # here
@@ -272,10 +267,6 @@ CASES: dict[Callable[[], nn.Module], str] = {
     IfOutput: cannot(DECIDES + "the output of gate" + LOOP, BRANCH),
     Item: cannot(DECIDES + "the output of gate", BRANCH),
     Bins: cannot("the size of the result of bincount depends on tensor values", SELECT),
-    Numpy: other("Python computes with a numpy array",
-                 "the values of the array differ in every call, and a trace has no values",
-                 "the same computation in torch, or autopart.host_function around the function that computes with the "
-                 "array"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),
     WrongKey: other("{name} fails in its own forward, or in its trace", "KeyError: 'y'", OWN),
