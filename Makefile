@@ -25,7 +25,7 @@ setup-integrations: $(STAMP)  ## add Lightning and TRL, whose tests skip without
 demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
-test: $(STAMP)  ## run the tests (about 28 minutes on two slow virtual CPUs); those that need a GPU skip without one
+test: $(STAMP)  ## run the tests (about 24 minutes on two slow virtual CPUs); those that need a GPU skip without one
 	@$(PYTEST) -n 2 --dist loadfile -m "not large"
 
 test-fast: $(STAMP)  ## run the tests of traces, passes and plans, which start no process

@@ -117,6 +117,7 @@ def test_the_optimizer_is_explained():
     assert "a rank sends 442 kB" in text
 
 
+@pytest.mark.large
 def test_the_search_predicts_the_update():
     model, batch = zoo.llama(**SIZES)
     found = {name: autopart.search(model, 2, example_kwargs=batch, count=1, optimizer=name)[0]

@@ -52,6 +52,7 @@ class Plain(Scorer):
         return super().forward(input_ids, torch.zeros(*input_ids.shape, input_ids.shape[1]).double(), labels)
 
 
+@pytest.mark.large
 def test_each_length_is_verified_and_named():
     model, batch = without_mask(Plain(20))
     result = autopart.verify(model, "tp2", example_kwargs=batch, lengths=[32, 24, 28, 16])
@@ -72,6 +73,7 @@ def test_a_wrong_derived_program_is_reported():
     assert not result.ok and "length 20: WRONG" in str(result) and "the derived program differs" in str(result)
 
 
+@pytest.mark.large
 def test_a_target_and_a_call_without_labels_have_lengths_too():
     model, batch = without_mask()
     ids = batch["input_ids"]

@@ -83,7 +83,7 @@ def located(mesh, options):
     ("tp2", {}),
     ("dp2", {"zero": 3}),
     ("dp2", {"recompute": "full"}),
-    ("dp2", {"compile": True}),
+    pytest.param("dp2", {"compile": True}, marks=pytest.mark.large),
     ("pp2", {"schedule": "gpipe", "microbatches": 1}),
 ])  # fmt: skip
 def test_the_operator_is_named(mesh, options):

@@ -69,6 +69,7 @@ def llava() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.LlavaForConditionalGeneration(config).train(), batch
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_use_cache_of_a_nested_config_is_switched_off(mesh):
     model, batch = llava()

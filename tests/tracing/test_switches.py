@@ -60,6 +60,7 @@ class Repeated(nn.Module):
         return (h - 1).square().mean() + (reference * h).mean()
 
 
+@pytest.mark.large
 def test_repeated_blocks_that_are_frozen_once():
     assert autopart.verify(Repeated(), "tp2", example_args=(torch.randn(4, 8),)).ok
 
