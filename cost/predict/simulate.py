@@ -365,7 +365,7 @@ def _parts(
             "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"],
             "owner exchange": once.get("owners_s", 0.0)}  # fmt: skip
     idle = ran.step_time_s - ran.busy_s[busiest] - math.fsum(last.values())
-    last["idle"] = max(0.0, idle)
+    last["idle"] = idle if idle > SLACK * ran.step_time_s else 0.0
     return {kind: seconds for kind, seconds in (kinds | last).items() if seconds}
 
 
