@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nested._internal.nested_tensor import _nt_view_dummy
 from torch.nested._internal.ops import lookup_jagged
-from torch.utils import _pytree as pytree
 
 from autopart.common.scoped import attributes
 
@@ -28,12 +27,21 @@ UNBIND = _aten.unbind.int
 TO_PADDED = _aten.to_padded_tensor.default
 FROM_JAGGED = _aten._nested_view_from_jagged.default
 FROM_PADDED = _aten._nested_from_padded_tensor.default
-_nt_view_dummy()  # made once; torch would make it of fake tensors during a trace
 attention = torch._C._nn.scaled_dot_product_attention
 
 
 def is_jagged(value: Any) -> bool:
     return isinstance(value, NestedTensor)
+
+
+def have_jagged(types: Iterable[type]) -> bool:
+    """Return True if an argument is a jagged tensor, from the `types` that torch passes to a mode."""
+    return any(issubclass(kind, NestedTensor) for kind in types)
+
+
+def make_view_dummy() -> None:
+    """Create the tensor that torch shares between jagged tensors, before a trace would create a fake one."""
+    _nt_view_dummy()
 
 
 def jagged(
@@ -65,7 +73,7 @@ def jagged_operators(to: Callable[..., Any], around: Callable[[], AbstractContex
 
     def of_operator(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(is_jagged, pytree.tree_leaves((args, kwargs)))):
+        if not have_jagged(types):
             return dispatch(self, func, types, args, kwargs)
         with self, around():
             result = to(func, args, kwargs)

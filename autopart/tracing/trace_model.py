@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from autopart.common.scoped import no_autocast
 from autopart.compat.export_internals import compiled_when_called, restored_transforms, short_stacks
+from autopart.compat.nested_internals import make_view_dummy
 from autopart.compat.symbolic_shape_internals import many_elements
 from autopart.compat.torch_internals import keeping_draws, leaves_with_names
 from autopart.errors import InputError, TraceError
@@ -150,6 +151,7 @@ def trace(
     Raises:
         TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
+    make_view_dummy()
     device = device_of_weights(model)
     call = flatten_call(arguments)
     if device.type != "meta":

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.common.scoped import attributes
 from autopart.compat.export_internals import other_lists, plain_mask_indexing
-from autopart.compat.nested_internals import attention, is_jagged
+from autopart.compat.nested_internals import attention, have_jagged
 from autopart.compat.symbolic_shape_internals import MANY
 from autopart.compat.torch_internals import (
     BatchNorm,
@@ -137,7 +137,7 @@ class EagerSemantics(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         self.skipped.go_on()
-        if any(map(is_jagged, tree_flatten((args, kwargs))[0])):
+        if have_jagged(types):
             return self._of_jagged(func, args, kwargs)
         if func in _OF_METADATA:
             output = func(*args, **kwargs)
