@@ -112,7 +112,8 @@ def prepare(
     if precision is not None and not traced.written <= set(written):
         return prepare(model, arguments, double, {*written, *traced.written}, precision, fold, buffers)
     notes = (*traced.notes, *precision_notes(model, precision))
-    matrices = frozenset(name for name, p in model.named_parameters() if id(p) in _hidden_ids(model))
+    hidden = _hidden_ids(model)
+    matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
     return replace(traced, notes=notes, precision=None if double else precision, hidden_matrices=matrices)
 
 
