@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.errors import AutopartError, PlanError
 from autopart.ir.program import Program
 from autopart.plans.code_package import code_export
-from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.comm.process_mesh import Process, is_on_any_rank
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.training.layer_modes import LayerModes
 
@@ -66,10 +64,9 @@ class ExportMethods:
             )  # fmt: skip
         except (AutopartError, OSError) as error:
             problem = error
-        has_failed = torch.tensor([float(problem is not None)])
-        reduce_over_all(has_failed, dist.ReduceOp.MAX, self._process)  # waits until all ranks have written
+        has_failed = is_on_any_rank(problem is not None, self._process)  # waits until all ranks have written
         if problem is not None:
             raise problem
-        if has_failed.item():
+        if has_failed:
             raise PlanError(f"cannot export to {folder}", why="another rank failed", hint="see the error of that rank")
         return Path(folder)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.common.files import write_whole
@@ -25,7 +24,7 @@ from autopart.compat.torch_function_internals import local_values
 from autopart.errors import CheckpointError, UsageError
 from autopart.ir.program import Program
 from autopart.ir.sharding import local_shard_of
-from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.comm.process_mesh import Process, is_on_any_rank
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.replicas import Replicas
@@ -234,11 +233,10 @@ class PretrainedFolderMethods:
             yield
         except Exception as error:  # whatever a file system or a tokenizer raises
             problem = error
-        failed = torch.tensor(float(problem is not None))
-        reduce_over_all(failed, dist.ReduceOp.MAX, self._process)
+        has_failed = is_on_any_rank(problem is not None, self._process)
         if problem is not None:
             raise CheckpointError(f"cannot write to {folder}", why=str(problem) or type(problem).__name__) from problem
-        if failed.item():
+        if has_failed:
             raise CheckpointError(f"cannot write to {folder}", why="another rank failed; it has the reason")
 
 

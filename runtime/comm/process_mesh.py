@@ -238,6 +238,16 @@ def broadcast_from_first(value: Tensor, process: Process) -> None:
         process.host_group.broadcast(value)
 
 
+def is_on_any_rank(condition: bool, process: Process) -> bool:
+    """Return True if `condition` is True on any rank of the mesh. A collective call.
+
+    Raises HangError if a rank does not arrive.
+    """
+    found = torch.tensor(float(condition))
+    reduce_over_all(found, dist.ReduceOp.MAX, process)
+    return bool(found)
+
+
 def gather_over_all(mine: Any, process: Process) -> list[Any]:
     """All-gather an object over all ranks of the mesh. Return the objects in rank order.
 

@@ -13,14 +13,13 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopart.compat.torch_internals import TorchDispatchMode
 from autopart.compat.training_internals import backward_traceback, compiled_from
 from autopart.errors import NonFiniteError
 from autopart.ir.graph import describe
-from autopart.runtime.comm.process_mesh import Process, gather_over_all, reduce_over_all
+from autopart.runtime.comm.process_mesh import Process, gather_over_all, is_on_any_rank
 from autopart.runtime.consistency.rank_checks import by_rank
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ def all_finite(values: Iterable[Tensor], process: Process) -> bool:
     """Return True if the values of all ranks are finite. A collective call."""
     largest = [torch.linalg.vector_norm(value, float("inf")) for value in map(_dense, values) if value.numel()]
     finite = not largest or bool(torch.stack([norm.isfinite() for norm in largest]).all())
-    infinite = torch.tensor(0.0 if finite else 1.0)
-    reduce_over_all(infinite, dist.ReduceOp.MAX, process)
-    return not infinite.item()
+    return not is_on_any_rank(not finite, process)
 
 
 def nonfinite_results(losses: Sequence[Tensor], grads: Mapping[str, Tensor], process: Process) -> str:
