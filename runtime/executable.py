@@ -21,7 +21,13 @@ from autopart.runtime.batch.batch_split import merge_microbatches, merged_shapes
 from autopart.runtime.batch.buffer_updates import write_buffers
 from autopart.runtime.batch.local_batch import LocalBatch
 from autopart.runtime.batch.lookup_checks import LookupChecks
-from autopart.runtime.comm.call_random import check_same_state, has_host_functions, one_stream, random_states, restored
+from autopart.runtime.comm.call_random import (
+    check_same_state,
+    has_host_functions,
+    one_stream,
+    random_states,
+    restore_random_states,
+)
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import sum_over
@@ -181,7 +187,8 @@ class Executable:
             origins = ""
             if found and options.locate:
                 graphs = [graph for module in self.modules for graph in module.graphs()]
-                with searching(graphs) as search, restored(random):
+                restore_random_states(random)
+                with searching(graphs) as search:
                     self._run(inputs, options, hooks, comparison, scaling, updates_weights=False)
                 given = dict(zip(self.program.input_names, inputs, strict=True))
                 origins = origins_on_all_ranks(search.origin, {**given, **self.parameters}, self.process)

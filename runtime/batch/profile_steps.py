@@ -16,7 +16,7 @@ from autopart.common.files import write_whole
 from autopart.errors import OptionError, UsageError
 from autopart.ir.run.report_terms import MEASURED_STEP
 from autopart.runtime.batch.step_metrics import StepMeter
-from autopart.runtime.comm.call_random import random_states, restored
+from autopart.runtime.comm.call_random import random_states, restore_random_states
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.gradients.no_sync import check_reduced
 
@@ -89,7 +89,7 @@ class ProfileMethods(nn.Module):
                 parameter.grad = grad
             for buffer, value in buffers.items():
                 buffer.copy_(value)
-            with restored(random):
-                vars(self._meter).update(meter)
+            restore_random_states(random)
+            vars(self._meter).update(meter)
             if scale is not None:
                 vars(scaling).update(scale)

@@ -124,12 +124,10 @@ def random_states(device: torch.device) -> dict[torch.device, Tensor]:
     return {on: get_state(on) for on in {torch.device("cpu"), device}}
 
 
-@contextmanager
-def restored(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
-    """Context manager that sets generators to `states` at its start. It restores nothing at its end."""
+def restore_random_states(states: Mapping[torch.device, Tensor]) -> None:
+    """Set torch's default generators to the result of an earlier call of `random_states`."""
     for on, state in states.items():
         set_state(state, on)
-    yield
 
 
 def set_state(state: Tensor, device: torch.device) -> None:
