@@ -202,7 +202,7 @@ def rank_update(priced: TableCost, parameters: Mapping[str, str]) -> FullUpdate:
 def _full_tensor(priced: TableCost, name: str) -> FullTensor:
     """Return the full size of a parameter, and the axes that shard it, outermost first."""
     parameter, mesh = priced.table.parameters[name], priced.mesh
-    axes = [mesh.innermost(CHOSEN[kind]) for kind in parameter.tensor_axes]
+    axes = [mesh.innermost(CHOSEN[kind]) for kind in parameter.size.tensor_axes]
     size_bytes = priced.bytes_before_zero(name) * math.prod(map(mesh.size, axes))
     over = {axis for axis in (*axes, priced.zero_axis(name)) if mesh.size(axis) > 1}
     levels = sorted(over, key=mesh.stride, reverse=True)

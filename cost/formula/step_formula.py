@@ -248,8 +248,7 @@ class Formula:
         """Return {"owner exchange": seconds per step} of full tensors; {} without full tensors."""
         terms = list[sympy.Expr]()
         for over, of, size in self._full_shards:
-            kinds = [name for name in CHOSEN if any(getattr(powers, name) for powers, _ in of.size.terms)]
-            axes = [*map(self._mesh.innermost, (CHOSEN[name] for name in kinds))]
+            axes = [self._mesh.innermost(CHOSEN[name]) for name in of.size.tensor_axes]
             for axis in [*axes, *(["_".join(over)] if over and self.zero else [])]:
                 array = size * ranks_of(axis)
                 terms.append(EXCHANGES * self._collective("all_to_all", axis, array))

@@ -97,6 +97,11 @@ class Size:
         """Value of the polynomial at the reference sizes, for which operators were counted."""
         return sum(value for _, value in self.terms)
 
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """Axes in `CHOSEN` that shard the value, such as `tp`."""
+        return tuple(name for name in CHOSEN if any(getattr(powers, name) for powers, _ in self.terms))
+
     def at(self, times: Sizes) -> Any:
         """Return the value of the polynomial at other sizes.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Size, Sizes, Work
+from autopart.cost.predict.operator_work import NOTHING, Size, Sizes, Work
 from autopart.cost.update_rules import ADAMW
 
 if TYPE_CHECKING:
@@ -56,11 +56,6 @@ class Parameter:
     def cut(self) -> bool:
         """True if ZeRO-3 shards the parameter."""
         return bool(self.over)
-
-    @property
-    def tensor_axes(self) -> tuple[str, ...]:
-        """Kinds of axes in `CHOSEN` that shard the parameter, such as `tp`."""
-        return tuple(name for name in CHOSEN if any(getattr(powers, name) for powers, _ in self.size.terms))
 
     @property
     def casts(self) -> int:
@@ -294,7 +289,7 @@ def totals_of(table: Table) -> Totals:
 
 
 def _full(parameters: Sequence[Parameter], table: Table) -> FullTotals:
-    whole = sum(p.size.value * math.prod(getattr(table, axis) for axis in p.tensor_axes) for p in parameters)
+    whole = sum(p.size.value * math.prod(getattr(table, axis) for axis in p.size.tensor_axes) for p in parameters)
     matrices = Counter(p.matrix for p in parameters if p.matrix)
     return FullTotals(Size.sum(p.size for p in parameters), whole, matrices)
 
