@@ -14,6 +14,7 @@ from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Stage
+from autopart.ir.subgraphs import ancestors_of
 from autopart.ops.operators import autopart_ops
 
 Note = Callable[[fx.Node], str]
@@ -78,7 +79,7 @@ class StageText:
             if equal[node] is node and node.op != "output":
                 node.args, node.kwargs = args, kwargs
         results = [equal[one] if isinstance(one, fx.Node) else one for one in graph.output_node().args[0]]
-        live = _ancestors([one for one in results if isinstance(one, fx.Node)])
+        live = ancestors_of([one for one in results if isinstance(one, fx.Node)])
         names = Names({node: node.name for node in graph.nodes if node.op == "placeholder"})
         lines = statements([n for n in graph.nodes if n in live and n.op == "call_function"], names, self.note)
         inputs: dict[Any, str] = {}
@@ -218,16 +219,6 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found, todo = set(nodes), list(nodes)
-    while todo:
-        for used in todo.pop().all_input_nodes:
-            if used not in found:
-                found.add(used)
-                todo.append(used)
-    return found
 
 
 def _function_name(block: CallBlock) -> str:

@@ -24,7 +24,7 @@ from autopart.ir.graph import source_line, source_text
 from autopart.ir.layout import DIRECTIONS, P, R, mesh_axes_of
 from autopart.ir.program import MICROBATCH_AXIS, Program, Stage
 from autopart.plans.plan import Plan
-from autopart.runtime.comm.stage_ranks import owners, stages_at
+from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.shards.shard_state import flattened_axes
 
 _PACKAGE = "autopart.extras.code_export.package_"
@@ -287,8 +287,3 @@ its forward and backward, and the line of the model's source. Placements: `S(0)`
 With ZeRO, a stage gathers a sharded weight before each use, once per microbatch. autopart's runtime also prefetches
 weights, reduces gradients during the backward, and uses kernels that skip masked keys. This package does not.
 """
-
-
-def stage_of_rank(program: Program, rank: int) -> int:
-    """Return the pipeline stage that a rank runs."""
-    return stages_at(program, program.mesh.coordinates(rank).get("pp", 0), "loop")[0]
