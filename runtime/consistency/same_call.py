@@ -120,7 +120,7 @@ class ComparedCall:
 
 
 FLAGS = 2
-"""How many numbers precede `ComparedCall.numbers`: whether the step trains, and whether the rank received SIGTERM."""
+"""Number of flags before `ComparedCall.numbers`: the step trains, the rank has received SIGTERM."""
 CALL = 2
 VALUES = CALL + 2 + PROJECTIONS
 """End indices of two sections of `ComparedCall.numbers`: the call, and inputs that all ranks share."""
