@@ -125,6 +125,13 @@ def llava() -> Case:
     return model, {"input_ids": tokens, "pixel_values": pixels, "labels": tokens.clone()}, prompt
 
 
+def gpt_neo() -> Case:
+    """Computes the positions of its mask from the number of keys, so that a cache of fixed length is not usable."""
+    config = hf.GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+                             vocab_size=VOCAB, max_position_embeddings=128, window_size=6, **TOKENS)  # fmt: skip
+    return causal(hf.GPTNeoForCausalLM(config))
+
+
 MODELS = {builder.__name__: builder for builder in (
     gpt2, llama, qwen3, gemma3, mistral, mixtral, gpt_oss, mamba, t5, bart, whisper, llava,
 )}  # fmt: skip

@@ -153,14 +153,15 @@ class _Forward:
         if config.use_cache is False:
             return
         cache = TokenCache(self.text_config, max_length)
-        supports = self.model._supports_default_dynamic_cache() and holds_keys_only(self.text_config)
-        if supports and not self.encodes_again and not self.caller.shards_sequences:
+        # False if transformers does not run this model with a static cache: it may compute positions from its length.
+        takes_fixed_length = self.model._can_compile_fullgraph and holds_keys_only(self.text_config)
+        if takes_fixed_length and not self.encodes_again and not self.caller.shards_sequences:
             model_kwargs["past_key_values"] = cache
             return
         if model_kwargs.get("inputs_embeds") is not None and not self.is_encoder_decoder:
             raise UsageError(
                 "generate(inputs_embeds=...) is not supported here",
-                why="it needs a cache, and autopart has none on a mesh with cp or for a recurrent model",
+                why="it needs a cache, and autopart has none on a mesh with cp or for this model",
                 hint="input_ids=; or a mesh without cp",
             )  # fmt: skip
         config.use_cache = False

@@ -3,7 +3,7 @@
 import dist
 import pytest
 import torch
-from generating_models import MODELS
+from generating_models import MODELS, gpt_neo
 
 import autopart
 from autopart.errors import InputError, UsageError
@@ -50,6 +50,19 @@ def test_tokens_are_those_of_one_device(name, mesh):
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "cp2"), ("gemma3", "dp2,tp2")])
 def test_tokens_on_other_meshes(name, mesh):
     assert_as_on_one_device(name, mesh)
+
+
+def tokens_of_gpt_neo(mesh):
+    model, example, prompt = gpt_neo()
+    pm = autopart.parallelize(model, mesh, example_kwargs=example)
+    return pm.generate(**prompt, **GREEDY)
+
+
+def test_model_without_static_cache():
+    model, _, prompt = gpt_neo()
+    expected = model.eval().generate(**prompt, **GREEDY)
+    for tokens in dist.run_ranks(tokens_of_gpt_neo, 2, "tp2", timeout_s=300.0):
+        assert torch.equal(tokens, expected)
 
 
 def during_training(mesh, options):
