@@ -43,6 +43,7 @@ from autopart.tracing.python.size_conditions import (
     ([(64,), (96,), (80,)], (65, 97, 81), ((0,), 1, 1)),
     ([(8, 64), (8, 96), (4, 80)], (512, 768, 320), ((0, 1), 1, 0)),
     ([(16,), (56,), (36,)], (544, 6384, 2664), ((0,), 2, 2, 1, (0,))),  # strides of [heads, n, n + 1]
+    ([(16,), (56,), (36,)], (100, 900, 400), ((0,), 1, 4, 400, (), 2, 100)),  # pairs of n / 2 + 2 chunks
 ])  # fmt: skip
 def test_a_formula_of_an_integer(sizes, values, formula):
     assert fit_integer(values, sizes) == SizeFormula(*formula)
@@ -50,6 +51,8 @@ def test_a_formula_of_an_integer(sizes, values, formula):
 
 @pytest.mark.parametrize(("sizes", "values"), [
     ([(16,), (56,)], (544, 6384)),  # two traces do not confirm 2 * n * (n + 1)
+    ([(16,), (56,)], (100, 900)),  # nor (n / 2 + 2)**2
+    ([(16,), (56,), (36,)], (100, 900, 441)),
     ([(64,), (96,)], (65, 97)),  # no third trace confirms the offset
     ([(24,), (64,), (48,)], (24, 40, 40)),  # min(size, 40)
     ([(64,), (97,), (130,)], (32, 48, 65)),  # a rounded half

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 Sizes = tuple[int, ...]
@@ -18,7 +18,7 @@ class NotDerivable(Exception):
 
 @dataclass(frozen=True)
 class SizeFormula:
-    """Formula of sizes: `(factor * product(sizes[v] for v in variables) + offset) * scale / divisor`.
+    """Formula of sizes: `unit * (factor * product(sizes[v] for v in variables) + offset)**power * scale / divisor`.
 
     In the formula, `scale` is the product of the sizes of the variables that the attribute `scale` lists.
 
@@ -26,6 +26,8 @@ class SizeFormula:
     308
     >>> SizeFormula((0,), 2, 2, scale=(0,)).at((16,))
     544
+    >>> SizeFormula((0,), 1, 4, divisor=4, power=2).at((16,))  # number of pairs of (16 + 4) / 2 chunks
+    100
     """
 
     variables: tuple[int, ...]
@@ -33,6 +35,8 @@ class SizeFormula:
     offset: int
     divisor: int = 1
     scale: tuple[int, ...] = ()
+    power: int = 1
+    unit: int = 1
 
     def at(self, sizes: Sizes) -> int:
         """Return the value for these sizes.
@@ -42,7 +46,8 @@ class SizeFormula:
         """
         product = math.prod(sizes[variable] for variable in self.variables)
         scale = math.prod(sizes[variable] for variable in self.scale)
-        number, rest = divmod((self.factor * product + self.offset) * scale, self.divisor)
+        base = self.factor * product + self.offset
+        number, rest = divmod(self.unit * base**self.power * scale, self.divisor)
         if rest:
             raise NotDerivable(f"a size is {number} + {rest}/{self.divisor} for {sizes}")
         return number
@@ -53,7 +58,7 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
 
     A formula with an offset must hold in three traces with different products of its variables, a formula without an
     offset in two. If several formulas hold, the one with fewest variables is used. A scaled offset, as in the stride
-    `n * (n + 1)`, is tried last.
+    `n * (n + 1)`, is tried next, and a square, as in the size `(n + 1)**2`, last.
 
     Args:
         values: the integer in each trace.
@@ -65,11 +70,13 @@ def fit_integer(values: Sequence[int], sizes: Sequence[Sizes]) -> SizeFormula:
     if not any(not formula.offset for formula in found):
         found += [formula for scale in products_of(len(sizes[0])) for formula in _fitted(values, sizes, scale)]
     if not found:
+        found += _fitted_squares(values, sizes)
+    if not found:
         raise NotDerivable(f"no formula of {list(sizes)} gives {list(values)}, or too few traces confirm it")
     return next((formula for formula in found if not formula.offset), found[0])
 
 
-def _fitted(values: Sequence[int], sizes: Sequence[Sizes], scale: tuple[int, ...]) -> Iterator[SizeFormula]:
+def _fitted(values: Sequence[int | Fraction], sizes: Sequence[Sizes], scale: tuple[int, ...]) -> Iterator[SizeFormula]:
     """Yield the formulas with this `scale` that hold in all traces.
 
     If `scale` has variables, only formulas with an offset are yielded, because formulas without an offset need no
@@ -91,6 +98,23 @@ def _fitted(values: Sequence[int], sizes: Sequence[Sizes], scale: tuple[int, ...
             divisor = math.lcm(factor.denominator, offset.denominator)
             if (len(known) > 2 and factor) if offset else not scale:
                 yield SizeFormula(variables, int(factor * divisor), int(offset * divisor), divisor, scale)
+
+
+def _fitted_squares(values: Sequence[int], sizes: Sequence[Sizes]) -> Iterator[SizeFormula]:
+    """Yield the formulas with `power=2` that hold in all traces: affine formulas of `sqrt(value / values[0])`."""
+    found = [_root(Fraction(value, values[0])) for value in values] if values[0] else []
+    roots = [root for root in found if root is not None]
+    if len(roots) == len(values):
+        affine = [root for root in _fitted(roots, sizes, ()) if root.offset]
+        yield from (replace(root, divisor=root.divisor**2, power=2, unit=values[0]) for root in affine)
+
+
+def _root(number: Fraction) -> Fraction | None:
+    """Return the square root of a number, None if it is not rational."""
+    if number < 0:
+        return None
+    root = Fraction(math.isqrt(number.numerator), math.isqrt(number.denominator))
+    return root if root * root == number else None
 
 
 def products_of(number: int) -> Iterator[tuple[int, ...]]:
