@@ -18,9 +18,10 @@ class NotDerivable(Exception):
 
 @dataclass(frozen=True)
 class SizeFormula:
-    """Formula of sizes: `unit * (factor * product(sizes[v] for v in variables) + offset)**power * scale / divisor`.
+    """Formula of sizes: `unit * (factor * product + offset)**power * scale / divisor`.
 
-    In the formula, `scale` is the product of the sizes of the variables that the attribute `scale` lists.
+    In the formula, `product` and `scale` are the products of the sizes of the variables that the attributes
+    `variables` and `scale` list.
 
     >>> SizeFormula((0, 1), 1, 0, divisor=2).at((8, 77))
     308
@@ -101,7 +102,10 @@ def _fitted(values: Sequence[int | Fraction], sizes: Sequence[Sizes], scale: tup
 
 
 def _fitted_squares(values: Sequence[int], sizes: Sequence[Sizes]) -> Iterator[SizeFormula]:
-    """Yield the formulas with `power=2` that hold in all traces: affine formulas of `sqrt(value / values[0])`."""
+    """Yield the formulas with `power=2` that hold in all traces.
+
+    `sqrt(value / values[0])` has a formula with an offset.
+    """
     found = [_root(Fraction(value, values[0])) for value in values] if values[0] else []
     roots = [root for root in found if root is not None]
     if len(roots) == len(values):
