@@ -299,7 +299,9 @@ class Compiler:
             return {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
 
         key_now = (kind, inputs.key(numbers)) if inputs else key
-        if inputs and (known := self._traced.find(key_now, self._fits(given := flatten_call(with_numbers()), purpose))):
+        if inputs.can_be_tensors() and (
+            known := self._traced.find(key_now, self._fits(given := flatten_call(with_numbers()), purpose))
+        ):
             return known, given
         earlier = self._traced.of(key_now)
         added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})

@@ -70,6 +70,22 @@ class Warm(Base):
         return y.square().mean()
 
 
+class WrapsAround(Base):
+    """A pointer that wraps around, and a flag that then stays: each pointer is seen with both values of the flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pointer, self.is_full = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) if self.is_full else self.b(x)
+        end = min(self.pointer + len(x), 12)
+        if end == 12:
+            self.is_full = True
+        self.pointer = 0 if end == 12 else end
+        return y[:, : end // 4].square().mean()
+
+
 class Queue(Base):
     """A queue of keys with a pointer buffer (MoCo): rows or columns are written at the pointer."""
 
@@ -123,6 +139,7 @@ CASES: dict[type, tuple[tuple[int, ...], int]] = {
     Schedule: ((6,) * 8, 3),
     EveryThird: ((6,) * 9, 3),
     Warm: ((6,) * 3, 2),
+    WrapsAround: ((6,) * 8, 6),
     Queue: ((6,) * 5, 1),
     Columns: ((6,) * 4, 1),
 }

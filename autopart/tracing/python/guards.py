@@ -22,6 +22,7 @@ from autopart.tracing.python.recorded_reads import (
     FUNCTIONS,
     MAX_ENTRIES,
     MISSING,
+    PLAIN,
     Cell,
     Computed,
     RecordedReads,
@@ -68,8 +69,8 @@ class Guards:
         inputs: numbers that are inputs of the program; they are not guarded.
         device: the program reads the user's constant tensors on this device directly, so they need no guard. It has
             copies of tensors on other devices, which are guarded. None: it has copies of all tensors.
-        updated: attributes of modules that every call sets to values that the trace computed. They are guarded; other
-            values that the code changes are not.
+        updated: attributes of modules that every call sets to values that the trace computed. They are guarded. Of other
+            values that the code changes, only numbers, flags, strings and containers of these are guarded.
     """
 
     def __init__(
@@ -260,7 +261,9 @@ class Guards:
             is_left = self._reads.is_left_changed(holder, name, value)
             if is_left and not isinstance(holder, nn.Module):  # `PythonState` checks attributes of modules
                 self.unstable.append(f"{path}{name}")
-            return
+                return
+            if not _is_data(value):
+                return
         if isinstance(value, nn.Module):
             return self._follow(f"{path}{name}.", value)
         has_reads = type(value) in self._reads.of_type
@@ -288,6 +291,13 @@ class Guards:
                 self._contents(path, entry)
             if not isinstance(value, (tuple, frozenset)):
                 self._containers.append(_Entries(value, path, self._inputs))
+
+
+def _is_data(value: Any) -> bool:
+    """Return True for numbers, flags, strings and the like, and for short containers of these."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return len(value) <= MAX_ENTRIES and all(map(_is_data, entries_of(value)))
+    return isinstance(value, PLAIN)
 
 
 def _no_layer() -> None:
