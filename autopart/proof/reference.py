@@ -20,8 +20,8 @@ rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopart.common.progress import phase
+from autopart.common.scoped import attributes
 from autopart.compat.export_internals import quiet_shapes
 from autopart.compat.torch_internals import tree_flatten, tree_map
 from autopart.errors import Refusal, TraceError
@@ -61,6 +62,10 @@ NOT_FINITE_IN_DOUBLE = (
 
 Finite weights can give NaN only in float64: a mask with the smallest float64 becomes -inf if softmax casts to float32.
 """
+OLD_STATISTICS = (
+    "a norm in eval mode is compared with the running statistics that its forward used: a later write to them makes its "
+    "gradient in eager PyTorch wrong"
+)
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -229,8 +234,11 @@ class Reference:
         written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
         with restore_buffers(self.base, written_parameters), PythonState(self.model):
             by_torch = DRAWN_BY_TORCH in subject.traced.notes
-            with fixed_seed(), plain_checkpoints(), drawn_by_torch(as_numbers=True) if by_torch else nullcontext():
+            draws = drawn_by_torch(as_numbers=True) if by_torch else nullcontext()
+            with fixed_seed(), plain_checkpoints(), draws, own_statistics() as used:
                 flat = tree_flatten(call(self.model, self.arguments))[0]
+            if not all(torch.equal(statistic, copy) for statistic, copy in used):
+                self.notes.append(OLD_STATISTICS)
             for name, value in before.items():
                 if self.buffer(name).shape != value.shape:
                     now = self.buffer(name)
@@ -243,6 +251,30 @@ class Reference:
                 leaf.detach().copy_(value)
         self.lost = changed - set(written)
         return results
+
+
+@contextmanager
+def own_statistics() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Give norms in eval mode copies of their running statistics, in a `with` block.
+
+    If a later call of the norm in training mode updates the statistics in place, the backward of torch's operator uses
+    the updated ones without an error. Yields a list of (statistic, its copy), which grows.
+    """
+    used: list[tuple[Tensor, Tensor]] = []
+
+    def copied(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def called(
+            x: Any, weight: Any, bias: Any, mean: Tensor | None, variance: Tensor | None, of_batch: bool, *rest: Any
+        ) -> Tensor:
+            if not of_batch and mean is not None and variance is not None:
+                used.extend(zip((mean, variance), copies := (mean.clone(), variance.clone()), strict=True))
+                mean, variance = copies
+            return norm(x, weight, bias, mean, variance, of_batch, *rest)
+
+        return called
+
+    with attributes({(torch, name): copied(getattr(torch, name)) for name in ("batch_norm", "instance_norm")}):
+        yield used
 
 
 def _draws_by_torch(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.errors import TraceError
+from autopart.proof.reference import OLD_STATISTICS
 
 
 class Adversarial(nn.Module):
@@ -144,3 +146,44 @@ class TargetInside(nn.Module):
 @pytest.mark.parametrize("mesh", ["dp2", "tp2"])
 def test_eval_mode_for_a_part(mesh):
     assert autopart.verify(TargetInside(), mesh, example_args=(torch.randn(4, 8),)).ok
+
+
+class EvalThenTrain(nn.Module):
+    """A norm with a gradient in eval mode, and then in training mode, which updates its running statistics."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), norm, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).mT
+        self.norm.eval()
+        a = self.last(self.norm(h).mT)
+        self.norm.train()
+        return (a - self.last(self.norm(h).mT)).square().mean() + a.abs().mean()
+
+
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm1d(8),
+    "batch norm with means over all batches": lambda: nn.BatchNorm1d(8, momentum=None),
+    "instance norm": lambda: nn.InstanceNorm1d(8, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_in_eval_mode_that_is_updated_later(norm):
+    """Eager PyTorch differentiates the call in eval mode with the updated statistics, so finite differences decide."""
+    torch.manual_seed(0)
+    model, x = EvalThenTrain(NORMS[norm]()).double(), torch.randn(4, 5, 8, dtype=torch.float64)
+    for options in ({}, {"steps": 2}):
+        result = autopart.verify(model, "tp2", example_args=(x,), **options)
+        assert result.ok and OLD_STATISTICS in result.notes, result
+    module = autopart.parallelize(copy.deepcopy(model), "dp1", example_args=(x,))
+    module.step(x)
+    losses = []
+    for change in (1e-6, -1e-6):
+        changed = copy.deepcopy(model)
+        with torch.no_grad():
+            changed.first.bias[0] += change
+        losses.append(changed(x).item())
+    assert float(module.full_grads()["first.bias"][0]) == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-6)

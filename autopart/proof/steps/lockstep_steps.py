@@ -32,7 +32,7 @@ from autopart.proof.comparison import (
     global_loss,
     restore_buffers,
 )
-from autopart.proof.reference import Reference
+from autopart.proof.reference import Reference, own_statistics
 from autopart.proof.steps.step_comparison import StepComparison, StepReport
 from autopart.proof.steps.training_options import SCALER_DEFAULTS, Named, Training, check_optimizer
 from autopart.recipe.make_plan import find_loss
@@ -95,7 +95,7 @@ class SingleDeviceTraining:
 
     def _forward(self, subject: GraphUnderTest, arguments: Mapping[str, Any]) -> list[Any]:
         if not self.reference.is_upcast:
-            with fixed_seed(subject.random_seed):
+            with fixed_seed(subject.random_seed), own_statistics():
                 return tree_flatten(call(self.reference.model, dict(arguments)))[0]
         traced = subject.traced
         update_unsharded_weights(traced.parameters, traced.weight_updates, traced.call.tensors)

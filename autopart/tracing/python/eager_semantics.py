@@ -462,11 +462,10 @@ def traceable(
     for module in model.modules():
         if not isinstance(module, (BatchNorm, InstanceNorm)) or "forward" in vars(module):
             continue
-        tracks = module.training and module.track_running_stats
-        if tracks and isinstance(module, InstanceNorm):
-            exchanged[module, "forward"] = partial(_tracking_instance_norm, module)
-        elif tracks and module.momentum is None:
-            exchanged[module, "forward"] = partial(_cumulative_batch_norm, module)
+        if module.track_running_stats and isinstance(module, InstanceNorm):
+            exchanged[module, "forward"] = partial(_if_training, _tracking_instance_norm, InstanceNorm.forward, module)
+        elif module.track_running_stats and module.momentum is None:
+            exchanged[module, "forward"] = partial(_if_training, _cumulative_batch_norm, BatchNorm.forward, module)
         elif isinstance(module, nn.SyncBatchNorm):
             exchanged[module, "forward"] = partial(BatchNorm.forward, module)
     to = nn.Module.to
@@ -509,6 +508,11 @@ def ambient_autocast(device_type: str) -> torch.dtype | None:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
     return None
+
+
+def _if_training(tracking: Callable[..., Tensor], other: Callable[..., Tensor], module: Any, source: Tensor) -> Tensor:
+    """Compute a norm by `tracking` in training mode and by `other` in eval mode. A forward can toggle the mode."""
+    return (tracking if module.training else other)(module, source)
 
 
 def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
