@@ -63,8 +63,8 @@ NOT_FINITE_IN_DOUBLE = (
 Finite weights can give NaN only in float64: a mask with the smallest float64 becomes -inf if softmax casts to float32.
 """
 OLD_STATISTICS = (
-    "a norm in eval mode is compared with the running statistics that its forward used: a later write to them makes its "
-    "gradient in eager PyTorch wrong"
+    "a norm in eval mode is compared with the running statistics that its forward used: a later write to them makes "
+    "its gradient in eager PyTorch wrong"
 )
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}

@@ -69,8 +69,8 @@ class Guards:
         inputs: numbers that are inputs of the program; they are not guarded.
         device: the program reads the user's constant tensors on this device directly, so they need no guard. It has
             copies of tensors on other devices, which are guarded. None: it has copies of all tensors.
-        updated: attributes of modules that every call sets to values that the trace computed. They are guarded. Of other
-            values that the code changes, only numbers, flags, strings and containers of these are guarded.
+        updated: attributes of modules that every call sets to values that the trace computed. They are guarded. Of
+            other values that the code changes, only numbers, flags, strings and containers of these are guarded.
     """
 
     def __init__(
