@@ -299,19 +299,19 @@ class Compiler:
             return {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
 
         key_now = (kind, inputs.key(numbers)) if inputs else key
-        if inputs.can_be_tensors() and (
-            known := self._traced.find(key_now, self._fits(given := flatten_call(with_numbers()), purpose))
-        ):
+        given = flatten_call(with_numbers()) if inputs.can_be_tensors() else None
+        if given is not None and (known := self._traced.find(key_now, self._fits(given, purpose))):
             return known, given
         earlier = self._traced.of(key_now)
         added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
         while inputs.can_be_tensors() and self.precision is None:
             self._has_number_inputs = True
-            with_inputs = with_numbers()
+            named = with_numbers()
             try:
-                key_now, slots = (kind, inputs.key(numbers)), {**slots_of(loss_fn), **inputs.slots}
-                of_all_sizes = key_of(False, sizes=False), inputs.key(numbers)
-                return traced_as(key_now, of_all_sizes, with_inputs, slots), flatten_call(with_inputs)
+                key_now, of_all_sizes = (kind, inputs.key(numbers)), (key_of(False, sizes=False), inputs.key(numbers))
+                return traced_as(key_now, of_all_sizes, named, {**slots_of(loss_fn), **inputs.slots}), flatten_call(
+                    named
+                )
             except TraceError:
                 if not added:
                     raise

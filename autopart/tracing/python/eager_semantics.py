@@ -463,9 +463,9 @@ def traceable(
         if not isinstance(module, (BatchNorm, InstanceNorm)) or "forward" in vars(module):
             continue
         if module.track_running_stats and isinstance(module, InstanceNorm):
-            exchanged[module, "forward"] = partial(_if_training, _tracking_instance_norm, InstanceNorm.forward, module)
+            exchanged[module, "forward"] = partial(_tracking_instance_norm, module)
         elif module.track_running_stats and module.momentum is None:
-            exchanged[module, "forward"] = partial(_if_training, _cumulative_batch_norm, BatchNorm.forward, module)
+            exchanged[module, "forward"] = partial(_cumulative_batch_norm, module)
         elif isinstance(module, nn.SyncBatchNorm):
             exchanged[module, "forward"] = partial(BatchNorm.forward, module)
     to = nn.Module.to
@@ -479,8 +479,7 @@ def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
     Raises LostInTrace for any other device or dtype, because torch.export cannot replace the module's parameters.
     """
-    options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
-    targets = [*args, *options.values()]
+    targets = [*args, *(kwargs[name] for name in kwargs.keys() - {"non_blocking", "memory_format"})]
     devices = [torch.device(value) for value in targets if isinstance(value, (str, torch.device))]
     dtypes = [value for value in targets if isinstance(value, torch.dtype)]
     if not targets or len(devices) + len(dtypes) < len(targets):
@@ -510,16 +509,13 @@ def ambient_autocast(device_type: str) -> torch.dtype | None:
     return None
 
 
-def _if_training(tracking: Callable[..., Tensor], other: Callable[..., Tensor], module: Any, source: Tensor) -> Tensor:
-    """Compute a norm by `tracking` in training mode and by `other` in eval mode. A forward can toggle the mode."""
-    return (tracking if module.training else other)(module, source)
-
-
 def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
     """Compute a batch norm with `momentum=None`, whose running statistics are means over all batches.
 
     Torch's own code reads the number of batches as a Python number, which would be a constant of the trace.
     """
+    if not module.training:  # a forward can toggle the mode
+        return BatchNorm.forward(module, source)
     module._check_input_dim(source)
     module.num_batches_tracked.add_(1)
     dims = [dim for dim in range(source.ndim) if dim != 1]
@@ -532,6 +528,8 @@ def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
 
     Torch's operator writes the statistics, but its schema does not declare the write, so that export loses it.
     """
+    if not module.training:
+        return InstanceNorm.forward(module, source)
     module._check_input_dim(source)
     if source.dim() == module._get_no_batch_dim():
         return _tracking_instance_norm(module, source.unsqueeze(0)).squeeze(0)
