@@ -306,12 +306,10 @@ class Compiler:
         added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
         while inputs.can_be_tensors() and self.precision is None:
             self._has_number_inputs = True
-            named = with_numbers()
+            named, slots = with_numbers(), {**slots_of(loss_fn), **inputs.slots}
             try:
                 key_now, of_all_sizes = (kind, inputs.key(numbers)), (key_of(False, sizes=False), inputs.key(numbers))
-                return traced_as(key_now, of_all_sizes, named, {**slots_of(loss_fn), **inputs.slots}), flatten_call(
-                    named
-                )
+                return traced_as(key_now, of_all_sizes, named, slots), flatten_call(named)
             except TraceError:
                 if not added:
                     raise
