@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import combinations, islice, takewhile
 from typing import Any
 
 from autopart.common.text import quantity
@@ -19,6 +19,9 @@ SEARCH_S = 10.0
 
 TRIES = 5
 """Maximum number of changes whose memory `helpful_remedies` estimates."""
+
+COMBINED = 4
+"""Maximum number of pairs, and of triples, of changes whose memory `does_not_fit` estimates."""
 
 MOST_TENSOR_RANKS = 8
 """Assumed number of ranks in a node.
@@ -78,6 +81,12 @@ def does_not_fit(
     end_s = time.process_time() + SEARCH_S
     in_time = takewhile(lambda _: time.process_time() <= end_s, _option_changes(mesh, schedule, rows, plan_options))
     remedies = list(_tried(in_time, rank.total, estimate))
+    if not any(total <= limit for way, total in remedies if not way.more_ranks):
+        together = takewhile(lambda _: time.process_time() <= end_s, _combined(remedies, mesh))
+        for way, total in _tried(together, min((total for _, total in remedies), default=rank.total), estimate):
+            remedies.append((way, total))
+            if total <= limit:
+                break
     remedies.sort(key=lambda pair: (pair[1] > limit, pair[0].more_ranks, pair[1]))
     lines = [
         f"{way.text}: {quantity(total, 'B')}, {quantity(rank.total - total, 'B')} less"
@@ -132,6 +141,31 @@ def _option_changes(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Map
     for axis in ("tp", "pp", "dp"):
         larger = Mesh.parse({**mesh.sizes, axis: 2 * mesh.size(axis)})
         yield Remedy(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
+
+
+def _combined(remedies: Sequence[tuple[Remedy, int]], mesh: Mesh) -> Iterator[Remedy]:
+    """Yield changes of two and then three options at once, those whose single changes save the most first.
+
+    Args:
+        remedies: single changes that need less memory, with the bytes of the fullest rank.
+        mesh: the requested mesh. Changes of the mesh are not combined.
+    """
+    single = sorted((pair for pair in remedies if pair[0].mesh == mesh), key=lambda pair: pair[1])
+    for size in (2, 3):
+        for chosen in islice(_compatible(single, size), COMBINED):
+            options = {name: value for way, _ in chosen for name, value in way.options.items()}
+            yield Remedy(", ".join(way.text for way, _ in chosen), mesh, options)
+
+
+def _compatible(
+    remedies: Sequence[tuple[Remedy, int]], size: int
+) -> Iterator[Sequence[tuple[Remedy, int]]]:  # fmt: skip
+    """Yield groups of changes that set different options, the group with the smallest sum of bytes first."""
+    groups = sorted(combinations(remedies, size), key=lambda group: sum(total for _, total in group))
+    for group in groups:
+        names = [name for way, _ in group for name in way.options]
+        if len(names) == len(set(names)):
+            yield group
 
 
 def quick_remedies(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:

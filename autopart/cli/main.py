@@ -26,7 +26,7 @@ from autopart.common.text import indented
 from autopart.errors import OptionError, PlanError
 from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions, VerifyOptions
 from autopart.plans.headlines import headlines
-from autopart.plans.plan import SETTINGS, WRITABLE, Plan, schema
+from autopart.plans.plan import WRITABLE, Plan, schema
 from autopart.show.nodes import node_lines
 
 
@@ -47,6 +47,7 @@ def _print_schema(context: click.Context, _option: click.Parameter, asked: bool)
 @META
 @MESH
 @shared(PlanOptions)
+@click.option("--alternatives", is_flag=True, help="Store the costs of rejected layouts, for autopart why and report.")
 @click.option("--output", "-o", metavar="PATH", help="File to write the plan to.  [default: standard output]")
 @click.option(
     "--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
@@ -54,7 +55,7 @@ def _print_schema(context: click.Context, _option: click.Parameter, asked: bool)
 )  # fmt: skip
 @JSON
 @reports_errors
-def plan(output: str | None, as_json: bool, **options: Any) -> None:
+def plan(output: str | None, alternatives: bool, as_json: bool, **options: Any) -> None:
     """Choose the placement of a model on a mesh; needs no devices and no process group.
 
     \b
@@ -64,6 +65,9 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
     if output is not None:
         check_writable(Path(output), PlanError, WRITABLE)
     new_plan = CommandOptions(options).plan()
+    if alternatives:
+        phase("comparing rejected layouts")
+        new_plan = new_plan.with_alternatives()
     if output is None:
         click.echo(new_plan.to_json(), nl=False)
         return
@@ -102,6 +106,7 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
 @MODEL
 @META
 @click.option("--devices", type=click.IntRange(1), required=True, help="Number of devices (ranks).")
+@click.option("--mesh", metavar="AXES", help="Axes with a fixed size, such as tp2 or pp=1,tp=8.  [default: none]")
 @shared(SearchOptions)
 @click.option("--count", type=click.IntRange(1), default=3, show_default=True, help="Number of plans to make.")
 @click.option("--dp-sync", multiple=True, metavar="METHOD", help="A dp_sync method to try, such as "
@@ -110,13 +115,15 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
 @JSON
 @reports_errors
 def search(
-    devices: int, count: int, dp_sync: tuple[str, ...], output: str | None, as_json: bool, **options: Any,
+    devices: int, count: int, dp_sync: tuple[str, ...], mesh: str | None, output: str | None, as_json: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Find the best mesh, schedule, microbatches, recomputation and ZeRO level for a number of devices.
 
     \b
     Example:
       autopart search --hf-config llama-8b --batch 512 --devices 64 -o plan.json
+      autopart search --hf-config gpt2 --devices 8 --mesh pp=1,tp=2
     """
     if output is not None:
         check_writable(Path(output), PlanError, WRITABLE)
@@ -125,7 +132,9 @@ def search(
     source = given.source(meta=options["model"] is None)
     from autopart.tuning.search import search as search_plans
 
-    plans = search_plans(source.model, devices, example_kwargs=source.example, count=count, dp_sync=dp_sync, **planning)
+    plans = search_plans(
+        source.model, devices, example_kwargs=source.example, count=count, dp_sync=dp_sync, mesh=mesh, **planning
+    )
     lines = [plan.notes[-1].removeprefix("found by search: ") for plan in plans]
     lines += ["", *(f"  {note}" for note in plans[0].notes[:-1])]
     if output is not None:
@@ -189,17 +198,21 @@ def simulate(path: str, trace: str | None, system: str | None, as_json: bool) ->
 
 @main.command()
 @click.argument("path", metavar="PLAN.JSON")
-@click.argument("setting", type=click.Choice(SETTINGS))
+@click.argument("name")
 @JSON
 @reports_errors
-def why(path: str, setting: str, as_json: bool) -> None:
-    """Explain a setting of a plan by the predicted step time with it and with each alternative.
+def why(path: str, name: str, as_json: bool) -> None:
+    """Explain a choice of a plan by the predicted cost of each alternative.
+
+    NAME is mesh, schedule, microbatches, zero, recompute or loss; or a parameter, module or operator, if the plan was
+    written with autopart plan --alternatives.
 
     \b
     Example:
       autopart why plan.json schedule
+      autopart why plan.json transformer.h.0.mlp.c_fc
     """
-    answer = Plan.load(path).why(setting)
+    answer = Plan.load(path).why(name)
     tell(as_json, asdict(answer), str(answer))
 
 

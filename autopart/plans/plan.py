@@ -20,7 +20,7 @@ from autopart.common.files import read_text, write_whole
 from autopart.common.json_text import parse_json
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownAsText, ShownText
-from autopart.errors import PlanError
+from autopart.errors import AutopartError, PlanError
 from autopart.ir.layout import EXPERT_PLACEMENTS
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.recompute_spec import Recompute
@@ -30,7 +30,7 @@ from autopart.ir.run.sync_option import ALL_REDUCE
 from autopart.plans.code_package import code_export
 from autopart.plans.figure_errors import reading_figures
 from autopart.plans.headlines import headlines
-from autopart.plans.why import SETTINGS, Why
+from autopart.plans.why import SETTINGS, Why, stored_why
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,6 +108,7 @@ class Plan(ShownAsText):
     hardware: str = ""
     notes: tuple[str, ...] = ()
     pins: Mapping[str, Any] = field(default_factory=dict)
+    alternatives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     text: str = field(default="", compare=False, repr=False)
     reasons: Explainer | None = field(default=None, compare=False, repr=False)
     axes: tuple[Axis, ...] = field(
@@ -131,6 +132,8 @@ class Plan(ShownAsText):
         """Return the plan as JSON text with one entry per line, so that line-based diffs are short."""
         data = {"format": FORMAT, **asdict(replace(self, reasons=None))}
         del data["text"], data["reasons"], data["axes"]
+        if not self.alternatives:
+            del data["alternatives"]
         return _dumps(data) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -257,13 +260,14 @@ class Plan(ShownAsText):
     def why(self, name: str) -> Why:
         """Explain a setting of the plan, or the layout of a parameter, module, operator or collective.
 
-        The answer has the cost of each alternative. Only settings can be explained if the plan was read from a file.
+        The answer has the cost of each alternative. A plan that was read from a file explains its settings, and its
+        layouts if it was saved `with_alternatives()`.
 
         Args:
-            name: `mesh`, `schedule`, `microbatches` or `zero`; a name of the model or of `explain`
+            name: `mesh`, `schedule`, `microbatches`, `zero`, `recompute` or `loss`; a name of the model or of `explain`
                 (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`); a collective of the generated graphs
                 (`all_reduce_3`); or `dp_sync` for gradient synchronization.
-        Raises OptionError for an unknown name, PlanError for the layouts of a plan that was read from a file.
+        Raises OptionError for an unknown name, PlanError for the layouts of a plan from a file without alternatives.
 
         Example:
             >>> print(plan.why("schedule"))                      # doctest: +SKIP
@@ -274,7 +278,26 @@ class Plan(ShownAsText):
 
             with reading_figures(self):
                 return why_setting(self, name)
+        if self.reasons is None and self.alternatives:
+            return stored_why(self.alternatives, name)
         return self._reasons().why(name)
+
+    def with_alternatives(self) -> Plan:
+        """Return the plan with the cost of each rejected layout. `save` writes the costs, for `why`.
+
+        It solves for each rejected layout again: this takes about as long as planning.
+
+        Example:
+            >>> plan.with_alternatives().save("plan.json")                        # doctest: +SKIP
+            >>> print(Plan.load("plan.json").why("model.layers.0.mlp.up_proj"))   # doctest: +SKIP
+        """
+        reasons, found = self._reasons(), dict[str, dict[str, Any]]()
+        for name in (*self.parameters, *self.operators):
+            try:
+                found[name] = reasons.why(name).as_data()
+            except AutopartError:  # an operator that normalization has replaced
+                continue
+        return replace(self, alternatives=found)
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
         """Return the cost of another placement, or the reason why it is impossible.
@@ -291,7 +314,8 @@ class Plan(ShownAsText):
             raise PlanError(
                 "a plan that was read from a file has no alternatives of layouts", why="only a plan that autopart.plan "
                 "has just made has their costs",
-                hint=f"autopart.plan(model, mesh, pins=...).why(...), or why() of a setting: {', '.join(SETTINGS)}",
+                hint="save it with autopart.plan(...).with_alternatives() or autopart plan --alternatives, or ask for "
+                f"a setting: {', '.join(SETTINGS)}",
             )  # fmt: skip
         return self.reasons
 

@@ -42,9 +42,13 @@ class Difference(ShownAsText):
     """All differences between two plans.
 
     It prints as a table, and its truth value is False if the plans are equal.
+
+    Attributes:
+        summary: the step time, memory and sent bytes of both plans, if their meshes differ.
     """
 
     rows: tuple[DiffRow, ...]
+    summary: tuple[tuple[str, str, str], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -56,7 +60,7 @@ class Difference(ShownAsText):
         parts: dict[str, list[DiffRow]] = defaultdict(list)
         for row in self.rows:
             parts[row.part].append(row)
-        lines = [("", first, second)]
+        lines = [("", first, second), *self.summary]
         for part, rows in parts.items():
             lines.append((part, "", ""))
             lines += [(f"  {row.what}", row.first, row.second) for row in rows[:_MOST_ROWS]]
@@ -76,7 +80,22 @@ def diff(first: Plan, second: Plan) -> Difference:
         >>> if plan.diff(Plan.load("yesterday.json")): ...    # doctest: +SKIP
     """
     rows = [row for compare in _COMPARED for row in compare(first, second)]
-    return Difference(tuple(rows))
+    return Difference(tuple(rows), _summary(first, second) if any(row.part == "mesh" for row in rows) else ())
+
+
+def _summary(a: Plan, b: Plan) -> tuple[tuple[str, str, str], ...]:
+    """Compare step time, memory and sent bytes of two plans on different meshes."""
+    steps = [plan.cost.get("step_time_s") or 0.0 for plan in (a, b)]
+    memory = [max((row["total"] for row in plan.memory), default=0) for plan in (a, b)]
+    sent = [sum(row.bytes for row in plan.collectives) for plan in (a, b)]
+    lines: list[tuple[str, str, str]] = [("summary", "", "")]
+    ranks, other_ranks = (str(plan.mesh_object().num_ranks) for plan in (a, b))
+    lines.append(("  ranks", ranks, other_ranks))
+    for label, unit, (first, second) in (("step", "s", steps), ("memory", "B", memory), ("sent", "B", sent)):
+        if first and second:
+            change = f"{quantity(second, unit)} ({100 * (second / first - 1):+.1f} %)"
+            lines.append((f"  {label}", quantity(first, unit), change))
+    return tuple(lines)
 
 
 def _row(part: str, what: str, first: str, second: str) -> list[DiffRow]:

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Unpack, get_args
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from autopart.common.progress import phase
 from autopart.common.text import ShownAsText, quantity
@@ -27,7 +27,7 @@ from autopart.cost.formula.step_formula import Formula, compiled
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.simulate import LONGEST, Simulation, simulate
 from autopart.cost.predict.table import RunSetting, Table, predict
-from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
+from autopart.errors import AutopartError, MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import RecomputeMode
@@ -43,6 +43,7 @@ from autopart.recipe.make_plan import drafted, make_plan, prepare
 from autopart.recipe.model_source import example_of
 from autopart.tracing.trace_model import bind_call
 from autopart.tuning.alternatives import reasons, why_others_lose
+from autopart.tuning.search_inputs import batch_size, divisors, fixed_axes, with_batch_size
 
 TRACED_ROWS = 2
 """Batch size of the trace whose operators are counted; with 1, the batch dim could not be recognized."""
@@ -175,6 +176,7 @@ class Space:
         precision: compute dtype and reduction dtype.
         methods: gradient synchronization methods (option `dp_sync`) to try, such as PowerSGD.
         balance, sequence_dims, optimizer: the options of `autopart.plan` with these names.
+        fixed: {mesh axis: the only size to try}.
         tables: the cost tables built so far.
     """
 
@@ -189,6 +191,7 @@ class Space:
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
     optimizer: str = "adamw"
+    fixed: Mapping[str, int] = field(default_factory=dict)
     tables: dict[tuple[LayoutKind, RecomputeMode], Table] = field(default_factory=dict)
     _drafts: dict[LayoutKind, Any] = field(default_factory=dict, init=False)
     _sweeps: dict[int, list[Candidate]] = field(default_factory=dict, init=False)
@@ -196,7 +199,7 @@ class Space:
     def __post_init__(self) -> None:
         phase("tracing a few of the model's blocks")
         self.hardware = Hardware.load(self.profile)
-        self._call = tree_map(lambda x: _with_batch_size(x, _batch_size(self.example), TRACED_ROWS), dict(self.example))
+        self._call = tree_map(lambda x: with_batch_size(x, batch_size(self.example), TRACED_ROWS), dict(self.example))
         small, like = with_fewest_blocks(self.model)
         try:
             self._traced, self._like = prepare(small, bind_call(small, (), self._call), precision=self.precision), like
@@ -234,13 +237,14 @@ class Space:
         A node holds all ranks of a `tp` group. `dp` times `ep` divides the batch, and `ep` divides the number of
         experts. With `cp`, every rank has at least `SHORTEST` tokens of a sequence.
         """
-        for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
-            for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
-                for ep in (n for n in _divisors(devices // (tp * cp)) if self._cuts_experts(n)):
-                    for pp in _divisors(devices // (tp * cp * ep)):
+        for tp in (n for n in divisors(devices) if n <= self.hardware.devices_per_node):
+            for cp in (n for n in divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
+                for ep in (n for n in divisors(devices // (tp * cp)) if self._cuts_experts(n)):
+                    for pp in divisors(devices // (tp * cp * ep)):
                         dp = devices // (tp * cp * ep * pp)
-                        if self.rows % (dp * ep) == 0 and pp <= self.num_blocks:
-                            sizes = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
+                        sizes = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
+                        is_wanted = all(sizes.get(axis) == size for axis, size in self.fixed.items())
+                        if is_wanted and self.rows % (dp * ep) == 0 and pp <= self.num_blocks:
                             yield Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1})
 
     def _cuts_experts(self, ranks: int) -> bool:
@@ -264,7 +268,7 @@ class Space:
     def settings(self, devices: int) -> Iterator[tuple[Mesh, Schedule]]:
         for mesh in self.meshes(devices):
             rows, pp = self.rows // mesh.size("dp"), mesh.size("pp")
-            for b in _divisors(rows):
+            for b in divisors(rows):
                 if b & (b - 1) or b % mesh.size("ep"):  # powers of two
                     continue
                 microbatches = rows // b
@@ -369,7 +373,10 @@ class Space:
             left -= candidate.mesh.size("pp") * schedule.virtual_stages * schedule.microbatches
             if within and (left < 0 or number >= len(chosen)):
                 break
-            phase(f"simulating {number + 1}: {candidate.mesh}, {candidate.schedule.microbatches} microbatches")
+            total = max(len(chosen), number + 1)
+            phase(
+                f"simulating {number + 1} of {total}: {candidate.mesh}, {candidate.schedule.microbatches} microbatches"
+            )
             try:
                 simulated = self.simulated(candidate)
             except AutopartError:  # too few stage boundaries
@@ -386,7 +393,7 @@ class Space:
                 f"no configuration for {devices} devices fits into {quantity(memory, 'B')}",
                 why=f"the configuration with the least memory is {least}"
                 if least
-                else f"{self.rows} samples cannot be split evenly on any mesh",
+                else f"{self.rows} samples cannot be split evenly on a mesh{' with the fixed axes' * bool(self.fixed)}",
                 hint="more devices, or a smaller batch",
             )
         return _pareto(within)
@@ -420,6 +427,7 @@ def search(
     example_kwargs: Mapping[str, Any] | None = None,
     count: int = 3,
     dp_sync: Sequence[str | Mapping[str, Any]] = (),
+    mesh: str | Mapping[str, int] | None = None,
     **options: Unpack[SearchOptions],
 ) -> list[Plan]:
     """Find the best plans for a number of devices: the Pareto front of time and memory, fastest first.
@@ -437,6 +445,7 @@ def search(
         count: number of plans to return.
         dp_sync: gradient synchronization methods to try in addition to all-reduce, such as `["powersgd:4", "local:8"]`.
             They change convergence, which is not predicted, so the search tries only the methods that you list.
+        mesh: axes with a fixed size, such as "tp2" or "pp=1,tp=8". The search chooses the sizes of all other axes.
         **options: `SearchOptions`.
     Returns:
         Plans, fastest simulated step first. The last note of each plan has its prediction, and the reason why it is
@@ -454,10 +463,10 @@ def search(
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     methods = [parse_sync(method) for method in dp_sync]
     space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
-    space.sequence_dims, space.optimizer = asked.sequence_dims, asked.optimizer
+    space.sequence_dims, space.optimizer, space.fixed = asked.sequence_dims, asked.optimizer, fixed_axes(mesh, devices)
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     candidates = space.best(devices, limit)
-    rows = tree_map(lambda x: _with_batch_size(x, _batch_size(space.example), space.rows), dict(space.example))
+    rows = tree_map(lambda x: with_batch_size(x, batch_size(space.example), space.rows), dict(space.example))
     traced = prepare(model, bind_call(model, (), rows), precision=precision)
     phase("planning the best")
     best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
@@ -516,33 +525,8 @@ def space_of(
     Raises the errors that `search` raises for invalid arguments.
     """
     example = example_kwargs if example_kwargs is not None else example_of(model)
-    example_rows = _batch_size(example)
+    example_rows = batch_size(example)
     rows = global_batch if global_batch is not None else example_rows
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is not a number of samples", why="it must be an integer from 1")
     return Space(model, example, rows, hardware, precision=precision, methods=methods, balance=balance)
-
-
-def _batch_size(example: Mapping[str, Any]) -> int:
-    """Return the batch size of an example call: the most frequent first dim of its tensors.
-
-    Raises InputError if no tensor has dims.
-    """
-    sizes = [x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()]
-    if not sizes:
-        raise InputError("search() needs an example call with a batch dim", hint="example_kwargs={'input_ids': ids}")
-    return max(sizes, key=sizes.count)
-
-
-def _with_batch_size(x: Any, rows: int, wanted: int) -> Any:
-    """Shorten or extend the batch dim of a tensor from `rows` to `wanted` samples.
-
-    Added samples repeat the first sample. Tensors with another first dim are returned unchanged.
-    """
-    if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
-        return x
-    return x[:wanted] if rows >= wanted else x[:1].expand(wanted, *x.shape[1:]).contiguous()
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -400,7 +401,7 @@ def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) ->
 def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high: float | None = None) -> float | None:
     """Return the first value of a size or link rate at which the slower of two plans becomes the faster.
 
-    Returns None if one plan is always faster between `low` and `high`.
+    Returns None, with a warning that explains it, if one plan is always faster between `low` and `high`.
 
     Args:
         over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link field (`node_link_bytes_per_s`). Each plan keeps
@@ -430,16 +431,35 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
     points = [low * (high / low) ** (i / _POINTS) for i in range(_POINTS + 1)]
     if whole:
         points = [2.0**i for i in range(_MOST_POWER + 1) if low <= 2**i <= high]
-    before, start = 0.0, low
+    before, start, found = 0.0, low, dict[float, float]()
     for end in points:
         try:
             after = difference(end)
         except (StageError, LayoutError):  # too few stage boundaries, no schedule, or fewer shards than ranks
             continue
+        found[end] = after
         if before * after < 0:
             return end if whole else float(brentq(difference, start, end, rtol=1e-6))
         before, start = after or before, end
+    warnings.warn(f"crossover() found none: {_no_crossover(over, found)}", stacklevel=2)
     return None
+
+
+def _no_crossover(over: str, found: Mapping[float, float]) -> str:
+    """Explain why neither of two plans overtakes the other.
+
+    Args:
+        found: {size or link rate: seconds of a step of the first plan, minus those of the second plan}.
+    """
+    if not found:
+        return f"neither plan can be predicted with another value of {over}, as its layouts or schedule do not allow it"
+    low, high = (f"{over}={number:.4g}" for number in (min(found), max(found)))
+    differences = [found[min(found)], found[max(found)]]
+    if not any(found.values()):
+        return f"both plans take equal time from {low} to {high}"
+    winner = "first" if max(found.values()) <= 0 else "second"
+    gaps = [quantity(abs(difference), "s") for difference in differences]
+    return f"the {winner} plan is faster from {low} (by {gaps[0]}) to {high} (by {gaps[1]}); low= and high= widen this"
 
 
 _MOST_POWER = 8

@@ -102,6 +102,7 @@ def test_every_part_is_compared(plan):
         "text",
         "reasons",
         "axes",
+        "alternatives",
     }  # what follows, and how the plan came to be
     assert set(cases) == fields - not_compared
     for part, fields_ in cases.items():
@@ -137,3 +138,14 @@ def test_the_command_line(plan, tmp_path):
     assert heading.split() == [a, b] and part == "parameters" and row.split() == ["lm_head.weight", "tp:S(0)", "R"]
     missing = CliRunner().invoke(main, ["diff", a, "nowhere.json"])
     assert missing.exit_code == 2 and "there is no plan at nowhere.json" in missing.stderr
+
+
+def test_plans_on_other_meshes_are_summarised(llama, plan):
+    model, batch = llama
+    other = autopart.plan(model, "dp2", example_kwargs=batch)
+    found = plan.diff(other)
+    labels = [label.strip() for label, _, _ in found.summary]
+    assert labels == ["summary", "ranks", "step", "memory", "sent"]
+    change = 100 * (other.cost["step_time_s"] / plan.cost["step_time_s"] - 1)
+    assert f"({change:+.1f} %)" in found.summary[2][2] and found.summary[1][1:] == ("4", "2")
+    assert "summary" in str(found).splitlines()[1] and plan.diff(changed(plan, zero=1)).summary == ()

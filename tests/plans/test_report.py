@@ -100,6 +100,30 @@ def test_why_of_a_setting_has_the_price_of_every_alternative(plan, tmp_path):
         again.why("transformer.h.0.mlp.c_fc")
 
 
+def test_a_plan_from_a_file_has_the_price_of_every_layout(plan, tmp_path):
+    name = "transformer.h.0.mlp.c_fc.weight"
+    plan.with_alternatives().save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.why(name) == plan.why(name) and again.why(name).others
+    assert again.why("transformer.h.1.mlp.c_fc").subject.startswith("transformer.h.*.mlp.c_fc")
+    assert again.why("loss").others and "shards the values" in again.why("loss").reason
+    result = CliRunner().invoke(main, ["why", str(tmp_path / "plan.json"), name])
+    assert result.exit_code == 0 and result.output.rstrip("\n") == str(plan.why(name))
+    with pytest.raises(autopart.AutopartError, match=r"nothing with the name 'transformer.nowhere'\n.*try"):
+        again.why("transformer.nowhere")
+
+
+def test_why_of_recompute_bounds_its_alternatives(plan):
+    why = Plan.from_json(plan.to_json()).why("recompute")
+    assert why.chosen == "none" and why.others.keys() == {"recompute='selective'", "recompute='full'"}
+    full = autopart.plan(zoo.gpt2()[0], "pp2,tp2", example_kwargs=zoo.gpt2()[1], recompute="full",
+                         microbatches=plan.schedule.microbatches)  # fmt: skip
+    spans = autopart.simulate(plan).timeline.spans
+    forward_s = max(sum(span.end_s - span.start_s for span in rank if span.kind == "F") for rank in spans)
+    assert 0 < full.cost["step_time_s"] - plan.cost["step_time_s"] <= 1.05 * forward_s
+    assert quantity(forward_s, "s") in why.others["recompute='full'"]
+
+
 def test_a_plan_that_does_not_fit_gets_changes_that_fit(plan):
     needed = max(row["total"] for row in plan.memory)
     small = replace(plan, cost={**plan.cost, "device_memory_bytes": 0.97 * needed})

@@ -19,6 +19,7 @@ from autopart.cost.predict.table import RunSetting, predict
 from autopart.errors import InputError, MemoryLimitError, OptionError
 from autopart.tuning.alternatives import reasons, why_others_lose
 from autopart.tuning.search import LayoutKind, space_of
+from autopart.tuning.search_inputs import fixed_axes
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +181,21 @@ def test_experts_are_cut_where_there_are_some():
     assert {mesh.size("ep") for mesh in space.meshes(8)} == {1, 2, 4}
     best = space.best(8, 80e9)
     assert best and all(candidate.simulation is not None for candidate in best)
+
+
+def test_a_search_keeps_the_fixed_axes():
+    model, batch = zoo.gpt2()
+    space = space_of(model, "a100-80gb-sxm", None, batch)
+    space.fixed = fixed_axes("pp=1,tp2", 4)
+    assert {str(mesh) for mesh in space.meshes(4)} == {"dp2,tp2"}
+    assert fixed_axes({"tp": 2}, 8) == {"tp": 2} and fixed_axes(None, 8) == {}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "error"),
+    [("tp3", "tp=3 is not possible\n.*does not divide 4"), ("xp2", "no mesh axis xp"), ("tp", "names no axes"),
+     ("pp4,tp2", "its 8 ranks do not divide 4 devices")],
+)  # fmt: skip
+def test_fixed_axes_that_are_not_possible(mesh, error):
+    with pytest.raises(autopart.AutopartError, match=error):
+        fixed_axes(mesh, 4)
