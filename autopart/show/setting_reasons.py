@@ -91,7 +91,7 @@ def _why_recompute(plan: Plan, cost: Cost) -> Why:
 
 
 def _why_loss(plan: Plan) -> Why:
-    """Explain the layouts of the loss: what its operators read, and what the collectives of its block send."""
+    """Explain the layouts of the loss: inputs of its operator, and collectives of its block."""
     words = ("cross_entropy", "nll_loss", "loss", "log_softmax")
     named = [key for key in plan.operators if any(word in key.rpartition("/")[2] for word in words)]
     if not named:
