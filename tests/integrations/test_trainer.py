@@ -189,6 +189,36 @@ def test_features_of_the_trainer(name, mesh, tmp_path):
     dist.run_ranks(train_with_feature, 2, name, mesh, expected, str(tmp_path / mesh), timeout_s=TIMEOUT_S)
 
 
+def with_adafactor(model, folder, num_data_ranks=1):
+    """Trainer that updates with Adafactor all but the attention biases.
+
+    The gradient of a key's bias is a rounding error around zero, which Adafactor scales to a full update.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith("c_attn.bias"))
+    rows = cases.ROWS * num_data_ranks
+    sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    return cases.trainer(model, folder, optim="adafactor", **sizes)
+
+
+def train_with_adafactor(mesh, expected, folder):
+    log, weights = expected
+    cases.forget_processes()
+    pm = cases.partitioned(mesh)
+    wrong = cases.differences(cases.trained(with_adafactor(pm, folder)), log)
+    assert not wrong, (mesh, wrong)
+    cases.check_weights(pm, weights, f"{mesh} adafactor")
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("mesh", ["dp2", "pp2"])
+def test_adafactor_of_the_trainer(mesh, tmp_path):
+    cases.forget_processes()
+    made = with_adafactor(cases.gpt2(), tmp_path / "plain", autopart.Mesh.parse(mesh).data_parallel_size)
+    expected = cases.trained(made), copy.deepcopy(made.model.state_dict())
+    dist.run_ranks(train_with_adafactor, 2, mesh, expected, str(tmp_path / mesh), timeout_s=TIMEOUT_S)
+
+
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
