@@ -24,7 +24,12 @@ from autopart.runtime.saves.step_folders import complete_in, step_folders
 
 @click.group()
 def checkpoint() -> None:
-    """List, show, verify and convert saves of training runs (pm.save)."""
+    """List, show, verify and convert saves of training runs (pm.save).
+
+    \b
+    Example:
+      autopart checkpoint ls run
+    """
 
 
 @checkpoint.command("ls")

@@ -17,6 +17,7 @@ import click
 from autopart import __version__
 from autopart.cli.checkpoint_commands import checkpoint
 from autopart.cli.console import JSON, WIDTH, rank, reports_errors, tell
+from autopart.cli.option_groups import GroupedCommands
 from autopart.cli.plan_commands import compare, export
 from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, CommandOptions, facts, shared, training_of
 from autopart.common.extras import load_extra
@@ -30,10 +31,16 @@ from autopart.plans.plan import WRITABLE, Plan, schema
 from autopart.show.nodes import node_lines
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH})
+@click.group(cls=GroupedCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH})
 @click.version_option(__version__, prog_name="autopart")
 def main() -> None:
-    """Partition an unmodified PyTorch model over a device mesh."""
+    """Partition an unmodified PyTorch model over a device mesh.
+
+    \b
+    Example:
+      autopart plan --hf-config gpt2 --mesh pp2,tp2 -o plan.json
+      autopart explain plan.json
+    """
 
 
 def _print_schema(context: click.Context, _option: click.Parameter, asked: bool) -> None:

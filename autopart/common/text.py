@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import html
 import math
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 
 TEXT_WIDTH = 80
+
+
+def terminal_width(default: int) -> int:
+    """Return the columns of the terminal on standard output, or `default` if the output is no terminal."""
+    return shutil.get_terminal_size((default, 24)).columns if sys.stdout.isatty() else default
 
 
 def quantity(number: float, unit: str) -> str:

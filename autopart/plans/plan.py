@@ -19,7 +19,7 @@ from autopart.common.extras import load_extra
 from autopart.common.files import read_text, write_whole
 from autopart.common.json_text import parse_json
 from autopart.common.names import pattern_of
-from autopart.common.text import ShownAsText, ShownText
+from autopart.common.text import ShownAsText, ShownText, terminal_width
 from autopart.errors import AutopartError, PlanError
 from autopart.ir.layout import EXPERT_PLACEMENTS
 from autopart.ir.mesh import AXES, Axis, Mesh
@@ -319,15 +319,18 @@ class Plan(ShownAsText):
             )  # fmt: skip
         return self.reasons
 
-    def explain(self) -> ShownText:
+    def explain(self, width: int | None = None) -> ShownText:
         """Return the plan as text, with a table of stages, blocks, layouts, FLOPs and communicated bytes.
 
         Print it, or end a notebook cell with it.
+
+        Args:
+            width: columns of the table.  [default: those of the terminal; 120 if the output is no terminal]
         """
-        from autopart.show.explain import explain
+        from autopart.show.explain import WIDTH, explain
 
         with reading_figures(self):
-            return ShownText(explain(self))
+            return ShownText(explain(self, width or terminal_width(WIDTH)))
 
     def report(self, path: str | Path, graphs: Mapping[str, Any] | None = None) -> None:
         """Write the plan as one HTML page with charts, which needs no network.

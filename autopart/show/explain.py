@@ -29,24 +29,24 @@ WIDTH = 120
 HEADINGS = ("stage", "block", "layout of its weights", "FLOPs", "forward", "backward", "sent")
 _STAGE, _BLOCK, _LAYOUT, _FLOPS, _FORWARD, _BACKWARD, _SENT = range(len(HEADINGS))
 _RIGHT = (_FLOPS, _SENT)
-_MIN_LAYOUT_WIDTH = 26
+_MIN_LAYOUT_WIDTH, _MIN_KIND_WIDTH = 26, 14
 _NEGLIGIBLE = 0.005  # share of FLOPs below which a block without weights or collectives gets no separate row
 _PART_NAMES = {"gradient sums": "gradient reduction"}
 """{key of `parts_s` in a plan: its name in the text}, for keys whose name differs."""
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, width: int = WIDTH) -> str:
     """Return the plan as text, 80 columns wide.
 
-    The table of layouts can be wider: 120 columns, or more for long module names.
+    The table of layouts has `width` columns, or more for long module names.
 
     Example:
         >>> print(autopart.show.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
     """
     groups = [group for group in (*_stage_groups(plan), _step_group(plan)) if group[1]]
     parts = [
-        _header(plan), _table(groups), _totals(plan), _unsharded(plan), _layouts(plan), _balance(plan), _memory(plan),
-        _cost(plan),
+        _header(plan), _table(groups, width), _totals(plan), _unsharded(plan), _layouts(plan), _balance(plan),
+        _memory(plan), _cost(plan),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -481,8 +481,8 @@ def _layout_text(plan: Plan, name: str) -> str:
     return " ".join(f"{axis}:{text}" for axis, text in places if text != "R") or "R"
 
 
-def _table(groups: Sequence[Group]) -> str:
-    """Format groups of rows as one table of at most `WIDTH` columns, by wrapping the column of layouts."""
+def _table(groups: Sequence[Group], width: int) -> str:
+    """Format groups of rows as one table of at most `width` columns, by wrapping layouts and then collectives."""
     rows = [
         [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
         for label, lines in groups
@@ -492,10 +492,14 @@ def _table(groups: Sequence[Group]) -> str:
         max(len(part) for row in (HEADINGS, *rows) for part in row[column].split("\n"))
         for column in range(len(HEADINGS))
     ]
-    room = WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[_LAYOUT]
-    for row in rows:
-        row[_LAYOUT] = "\n".join(_wrap_layout(row[_LAYOUT], max(room, _MIN_LAYOUT_WIDTH)))
-    widths[_LAYOUT] = max(len(part) for row in (HEADINGS, *rows) for part in row[_LAYOUT].split("\n"))
+    layout_width = _MIN_LAYOUT_WIDTH if width >= WIDTH else _MIN_KIND_WIDTH
+    for column, least in ((_LAYOUT, layout_width), (_FORWARD, _MIN_KIND_WIDTH), (_BACKWARD, _MIN_KIND_WIDTH)):
+        room = width - sum(widths) - 2 * (len(widths) - 1) + widths[column]
+        if room >= widths[column]:
+            break
+        for row in rows:
+            row[column] = "\n".join(_wrap_layout(row[column], max(room, least)))
+        widths[column] = max(len(part) for row in (HEADINGS, *rows) for part in row[column].split("\n"))
     lines = [_text_line(HEADINGS, widths)]
     for row in rows:
         if row[_STAGE]:

@@ -314,9 +314,18 @@ def test_import_does_not_need_transformers():
     assert process(sys.executable, "-c", code).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "verify", "run"])
-def test_every_help_has_an_example(command):
-    assert "Example:" in invoke(command, "--help").output
+def test_every_help_has_an_example():
+    inner = [("checkpoint", name) for name in main.commands["checkpoint"].commands]
+    for command in ((), *((name,) for name in main.commands), *inner):
+        assert "Example:" in invoke(*command, "--help").output, command
+
+
+@pytest.mark.parametrize(("command", "has_groups"), [("plan", True), ("verify", True), ("report", False)])
+def test_help_of_many_options_has_groups(command, has_groups):
+    text = invoke(command, "--help").output
+    assert ("\nMemory and precision:\n" in text) is has_groups and ("\nOptions:\n" in text) is not has_groups
+    names = [max(param.opts, key=len) for param in main.commands[command].params if param.param_type_name == "option"]
+    assert all(text.count(f"{name} ") + text.count(f"{name}\n") >= 1 for name in names)
 
 
 def test_help_says_the_defaults_that_the_code_has():

@@ -129,3 +129,18 @@ def test_quantity(number, unit, text):
 )  # fmt: skip
 def test_block_of(path, block):
     assert block_of(path) == block
+
+
+def test_a_table_follows_the_width(monkeypatch):
+    model, batch = zoo.llama()
+    plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)
+    wide, narrow = (_table_width(plan.explain(width)) for width in (120, 90))
+    assert narrow < wide <= 120 and _table_width(plan.explain()) == wide
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "90")
+    assert _table_width(plan.explain()) == narrow
+
+
+def _table_width(text):
+    lines = text.splitlines()
+    return max(map(len, lines[next(i for i, line in enumerate(lines) if line.startswith("stage")) :][:12]))

@@ -13,6 +13,7 @@ from autopart.errors import AutopartError
 from autopart.ir.run.report_terms import MEMORY_KINDS
 from autopart.plans.headlines import fit_text, fits, replicated_operator_text, replicated_operators, step_size
 from autopart.show.diff import diff
+from autopart.show.explain import WIDTH
 from autopart.show.nodes import node_lines
 from autopart.show.report.suggestions import suggestions
 
@@ -51,7 +52,7 @@ def plan_data(label: str, plan: Plan, step: Simulation) -> dict[str, Any]:
         ],
         "mesh": _mesh(plan),
         "notes": list(plan.notes),
-        "explain": str(plan.explain()),
+        "explain": str(plan.explain(WIDTH)),
         "graphs": [],
     }  # fmt: skip
 
