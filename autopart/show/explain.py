@@ -482,7 +482,7 @@ def _layout_text(plan: Plan, name: str) -> str:
 
 
 def _table(groups: Sequence[Group], width: int) -> str:
-    """Format groups of rows as one table of at most `width` columns, by wrapping layouts and then collectives."""
+    """Format groups of rows as one table of `width` columns: wrap layouts, then collectives."""
     rows = [
         [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
         for label, lines in groups
