@@ -2,7 +2,8 @@
 
 Each runs three AdamW steps in float64.
 
-    python benchmarks/trained.py [--meshes dp2,tp2,pp2] [--only 'timm: resnet18;...'] [--quick] [--json]
+    python benchmarks/trained.py [--meshes dp2,tp2,pp2] [--only 'timm: resnet18;...'] [--lists second,third]
+                                 [--number 20] [--quick] [--json]
 
 Models use the meshes in turn. A model that does not run entirely in float64 is replaced by the next one.
 An element whose gradient is only rounding error (a bias before a normalization) is not compared, since AdamW
@@ -43,25 +44,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--meshes", type=lambda text: text.split(","), default=["dp2", "tp2", "pp2"])
     parser.add_argument("--only", type=lambda text: text.split(";"), help="these models")
+    parser.add_argument(
+        "--lists", type=lambda text: text.split(","), default=[], help="of these lists: first,second,third"
+    )
+    parser.add_argument("--number", type=int, default=CHOSEN, help="number of models")
     parser.add_argument("--quick", action="store_true", help="two models")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    number = len(arguments.only) if arguments.only else 2 if arguments.quick else CHOSEN
-    rows = of_first_rank(train_all, RANKS, arguments.only or spread(number), arguments.meshes, number)
+    number = len(arguments.only) if arguments.only else 2 if arguments.quick else arguments.number
+    rows = of_first_rank(train_all, RANKS, arguments.only or spread(number, arguments.lists), arguments.meshes, number)
     exact = sum(row["exact"] for row in rows)
     print(f"{exact} of {len(rows)} have the weights of one process" if rows else "none is installed: make setup-models")
     if arguments.json:
         print(json.dumps({"benchmark": "trained", "rows": rows}))
 
 
-def spread(number: int) -> list[str]:
-    """So many models, of as many packages as there are, of those that `coverage.py --by-others` found exact; behind
-    them the others, to take their places."""
-    exact = {name for name, row in load(RESULTS).items() if is_exact(row)}
+def spread(number: int, lists: list[str]) -> list[str]:
+    """So many models of those that `coverage.py --by-others` found exact; behind them the others, to take their places.
+
+    Of as many packages as there are, or of the lists of first results (`by_others_third.jsonl`).
+    """
     packages: dict[str, list[str]] = {}
-    for name in MODELS:
-        if name in exact and not name.startswith("plain:"):
-            packages.setdefault(name.partition(":")[0], []).append(name)
+    for path in [RESULTS.with_name(f"by_others_{name}.jsonl") for name in lists] or [RESULTS]:
+        exact = {name for name, row in load(path).items() if is_exact(row)}
+        for name in MODELS:
+            if name in exact and (lists or not name.startswith("plain:")):
+                packages.setdefault(name if lists else name.partition(":")[0], []).append(name)
     firsts = [names[-1] for names in packages.values()]
     chosen = [firsts[i * len(firsts) // number] for i in range(min(number, len(firsts)))]
     return [*chosen, *(name for name in firsts if name not in chosen)]

@@ -37,7 +37,7 @@ from autopart.tracing.python.python_random import drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.recorded_reads import watched_frames
 from autopart.tracing.python.user_checkpoints import UserCheckpoints
-from autopart.tracing.with_loss import call_model, users_input, users_modules, users_name, without_caches
+from autopart.tracing.with_loss import call_model, users_inputs, users_modules, users_name, without_caches
 
 PREFIX = "model."
 """Prefix of the model's own parameters and modules inside an `ExportEntry`."""
@@ -79,7 +79,7 @@ class ExportEntry(nn.Module):
         self.semantics.known.buffers = real
         self.draws_by_torch = False  # True: torch draws Python's random numbers
         self.draws_on_host = False  # True: functions that draw them are host functions
-        self.spoken = [users_input(model, name) for name in names]
+        self.spoken = users_inputs(model, names)
         self.tensor_names = tensor_names(names)
 
     def apply_function(self, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:

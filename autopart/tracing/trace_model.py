@@ -54,7 +54,7 @@ from autopart.tracing.python.python_random import DRAWN_BY_TORCH
 from autopart.tracing.python.python_state import check_attributes, check_draws, same_containers
 from autopart.tracing.sparse_buffers import check_layouts
 from autopart.tracing.trace_errors import TraceAgain, shape_by_values, trace_error, without_values_error
-from autopart.tracing.with_loss import WithLoss, check_unwritten, is_of_loss, users_input, users_model, users_name
+from autopart.tracing.with_loss import WithLoss, check_unwritten, is_of_loss, users_inputs, users_model, users_name
 
 _NO_CACHE = "use_cache"
 _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"
@@ -374,7 +374,7 @@ def _from_exported(
         return users_name(model, name.removeprefix(PREFIX))
 
     plain_names = tensor_names(call.names)
-    call = replace(call, names=tuple(users_input(model, name) for name in call.names))
+    call = replace(call, names=users_inputs(model, call.names))
     named, aliases = _parameter_names(model)
     parameters = {name: parameter for name, parameter in named.items() if not is_of_loss(model, name)}
     lifted = signature.inputs_to_lifted_tensor_constants

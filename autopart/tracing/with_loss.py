@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -149,10 +149,19 @@ def users_name(model: nn.Module, name: str) -> str:
     return "" if name == "model" else name.removeprefix("model.")
 
 
-def users_input(model: nn.Module, name: str) -> str:
-    """Return the user's name of an input of a traced model."""
-    name = name.removeprefix(f"{NUMBERS}.")
-    return name.removeprefix("call.") if isinstance(model, WithLoss) else name
+def users_inputs(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the user's names of the inputs of a traced model."""
+    plain = [name.removeprefix(f"{NUMBERS}.") for name in names]
+    return inputs_with_loss(plain) if isinstance(model, WithLoss) else tuple(plain)
+
+
+def inputs_with_loss(names: Collection[str]) -> tuple[str, ...]:
+    """Return the names of inputs of `WithLoss` without the prefix of the model's inputs.
+
+    An input of `loss_fn` with the name of an input of the model gets the suffix "of loss_fn".
+    """
+    of_model = {name.removeprefix("call.") for name in names if name.startswith("call.")}
+    return tuple(f"{name} of loss_fn" if name in of_model else name.removeprefix("call.") for name in names)
 
 
 def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

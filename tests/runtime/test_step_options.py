@@ -15,6 +15,31 @@ import autopart
 MESHES = ("tp2", "dp2", "pp2")
 
 
+# --- target --------------------------------------------------------------------------------------------------------
+
+
+class Guided(nn.Module):
+    """A model with an input that has the name of the loss's input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x, target):
+        return self.layer(x) * target
+
+
+def test_a_target_of_the_model_and_one_of_the_loss():
+    model, x, target = Guided(), torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
+    call = {"loss_fn": F.mse_loss, "target": torch.randn(6, 4, dtype=torch.float64)}
+    assert autopart.verify(model, "dp2", example_args=(x, target), **call).ok
+    pm = autopart.parallelize(copy.deepcopy(model), "dp1", example_args=(x, target))
+    loss = F.mse_loss(model(x, target), call["target"])
+    loss.backward()
+    assert torch.allclose(pm.step(x, target, **call), loss.detach(), atol=1e-12)
+    same_grads(pm, grads_of(model))
+
+
 # --- loss_scale ----------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from autopart.errors import InputError, OptionError
 from autopart.recipe.sizes.call_family import resized
 from autopart.tracing.call_cache import format_call
 from autopart.tracing.trace_model import flatten_call
+from autopart.tracing.with_loss import inputs_with_loss
 
 _EXAMPLE = "sequence_dims={'input_ids': 1}, which names the dims that change"
 
@@ -31,7 +32,7 @@ class ExampleLengths:
 
     def __init__(self, arguments: Mapping[str, Any], named: Mapping[str, int] | None = None):
         call = flatten_call(arguments)
-        names = [name.removeprefix("call.") for name in call.names]
+        names = inputs_with_loss(call.names)
         self._tensors = dict(zip(names, call.tensors, strict=True))
         dims = self._named(named) if named else self._equal_dims(self._own_lengths())
         self.length = next(iter({tensor.size(dim) for tensor, dim in _pairs(self._tensors, dims)}))

@@ -12,6 +12,7 @@ from autopart.errors import AutopartError
 from autopart.ir.trace import Call
 from autopart.plans.headlines import fit_text, step_size
 from autopart.plans.plan import Plan
+from autopart.tracing.with_loss import inputs_with_loss
 
 
 class LargestBatch:
@@ -26,7 +27,7 @@ class LargestBatch:
         num_elements = sum(tensor.numel() for tensor in call.tensors)
         if num_elements > self._num_elements:
             self._num_elements = num_elements
-            names = [name.removeprefix("call.") for name in call.names]
+            names = inputs_with_loss(call.names)
             self._shapes = {name: [*tensor.shape] for name, tensor in zip(names, call.tensors, strict=True)}
 
     def noted(self, plan: Plan) -> Plan:
