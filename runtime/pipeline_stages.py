@@ -39,10 +39,12 @@ from autopart.tracing.call_cache import Recent
 
 
 def default_schedule(program: Program) -> str:
-    """Return the schedule of a program whose plan has no schedule.
+    """Return the schedule of a program if the user gave none and the plan was made at the first call.
 
-    The result is interleaved 1F1B if a rank has several stages, else 1F1B.
+    The result is GPipe if operators run once for all microbatches, else 1F1B, interleaved if a rank has several stages.
     """
+    if program.tail is not None:
+        return WITH_TAIL[0]
     return "interleaved_1f1b" if program.num_stages > program.mesh.size("pp") else "1f1b"
 
 

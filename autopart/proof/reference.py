@@ -72,6 +72,11 @@ _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _NOT_DIFFERENTIABLE = {
     "derivative for": "plain operations in its place",
     "modified by an inplace operation": "a clone() of the tensor before it is written",
+    "returned an invalid gradient": (
+        "other operations in its place; for torch.nested.narrow with unequal lengths, "
+        "torch.nested.nested_tensor_from_jagged(x[mask], offsets)"
+    ),
+    "aten._nested": "padded tensors in place of nested ones: torch has no derivative of this operator",
 }
 """{text of torch's error for a model that cannot be differentiated: what the user can do}."""
 _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)

@@ -95,6 +95,20 @@ def test_other_calls_of_a_plan_are_exact(tmp_path):
     dist.run_ranks(other_calls_of_a_plan, 4, str(tmp_path), timeout_s=120.0)
 
 
+def planned_at_the_first_step():
+    model, batch = tail_models.build("hardest")
+    pm = autopart.parallelize(copy.deepcopy(model), "pp2", microbatches=2)
+    expected = model(**batch)
+    expected[0].backward()
+    zoo.assert_close_outputs(pm.step(**batch), expected[0].detach())
+    zoo.assert_same_grads(pm.full_grads(), {name: p.grad for name, p in model.named_parameters()})
+    assert pm.plan.schedule.name == "gpipe"
+
+
+def test_a_plan_of_the_first_step():
+    dist.run_ranks(planned_at_the_first_step, 2, timeout_s=120.0)
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sharded_parameters_train_exactly(zero):

@@ -141,3 +141,24 @@ def test_a_nested_input_is_refused():
     with pytest.raises(TraceError, match="the input 'x' is a nested tensor") as refused:
         autopart.plan(Net(lambda m, x, _: m.a(x).to_padded_tensor(0.0)), "dp2", example_args=(nested, LENGTHS))
     assert "nested_tensor_from_jagged in forward()" in refused.value.hint
+
+
+def narrowed(m, x, lengths):
+    j = torch.nested.narrow(m.a(x), 1, torch.zeros_like(lengths), lengths, layout=torch.jagged)
+    return (j * 2).contiguous().values()
+
+
+def test_a_narrowed_tensor_cannot_be_compared_with_torch():
+    """Torch has no gradient of `torch.nested.narrow` with unequal lengths; that of a partitioned model is right."""
+    torch.manual_seed(0)
+    model, x = Net(narrowed).double(), torch.randn(ROWS, 6, SIZE, dtype=torch.float64)
+    with pytest.raises(TraceError, match="cannot be differentiated by torch itself") as refused:
+        autopart.verify(model, "dp2", example_args=(x, LENGTHS))
+    assert "nested_tensor_from_jagged(x[mask], offsets)" in refused.value.hint
+    with pytest.raises(RuntimeError, match="invalid gradient"):
+        model(x, LENGTHS).square().sum().backward()
+    module = autopart.parallelize(model, "dp1", example_args=(x, LENGTHS))
+    module(x, LENGTHS).square().sum().backward()
+    model.zero_grad()
+    (2 * torch.cat(rows_of(model.a(x), LENGTHS))).square().sum().backward()
+    assert torch.allclose(module.full_grads()["a.weight"], model.a.weight.grad, atol=1e-10)
