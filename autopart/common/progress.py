@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 AFTER_S = 2.0
 """Seconds before the first message. Work that takes less time prints nothing."""
@@ -19,8 +20,10 @@ AFTER_S = 2.0
 SETTLED_S = 0.2
 """Seconds that a phase must last to get a message."""
 
+Item = TypeVar("Item")
 Listener = Callable[[str], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_position: ContextVar[str] = ContextVar("position", default="")
 _announcer: ContextVar[Listener | None] = ContextVar("announcer", default=None)
 
 
@@ -28,7 +31,17 @@ def phase(text: str) -> None:
     """Report that a new phase begins, such as `phase("simulating 3 of 12")`."""
     listener = _listener.get()
     if listener is not None:
-        listener(text)
+        listener(f"{text}{_position.get()}")
+
+
+def numbered(items: Sequence[Item]) -> Iterator[Item]:
+    """Yield the items. Messages of phases that begin meanwhile end in ` (4 of 20)`."""
+    for number, item in enumerate(items, 1):
+        token = _position.set(f" ({number} of {len(items)})")
+        try:
+            yield item
+        finally:
+            _position.reset(token)
 
 
 def announce(text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Unpack, get_args
 import numpy as np
 from torch import nn
 
-from autopart.common.progress import phase
+from autopart.common.progress import numbered, phase
 from autopart.common.text import ShownAsText, quantity
 from autopart.compat.torch_internals import tree_map
 from autopart.cost.count.scaling_exponents import tokens
@@ -294,7 +294,7 @@ class Space:
         for mesh, schedule in settings:
             for sequence_parallel in (False, True) if mesh.size("tp") > 1 else (False,):
                 kinds.setdefault(LayoutKind.of(mesh, sequence_parallel), []).append((mesh, schedule))
-        for kind, chosen in kinds.items():
+        for kind, chosen in numbered([*kinds.items()]):
             swept += self._swept(chosen, kind)
         self._sweeps[devices] = sorted(swept, key=lambda candidate: candidate.step_time_s)
         return self._sweeps[devices]

@@ -1,5 +1,7 @@
 """The examples run as a user runs them, and say what they promise."""
 
+import ast
+import json
 import os
 import re
 import subprocess
@@ -44,6 +46,27 @@ def test_embed_sentences(tmp_path):
     assert set(errors) == {"tp2", "pp2"} and all(float(error) <= 1e-10 for error in errors.values())
     pairs = output.partition("The nearest pairs:")[2]
     assert re.search(r"Water boils at .* The boiling point of water", pairs)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Run its code cells in order, and compare what a notebook would show as the last value of a cell."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    notebook, names, shown = json.loads((EXAMPLES / "plan_and_verify.ipynb").read_text()), {}, []
+    assert (notebook["nbformat"], {cell["cell_type"] for cell in notebook["cells"]}) == (4, {"markdown", "code"})
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            *lines, last = ast.parse("".join(cell["source"])).body
+            exec(compile(ast.Module(lines, []), cell["id"], "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), cell["id"], "eval"), names)
+                shown.append(repr(value))
+            else:
+                exec(compile(ast.Module([last], []), cell["id"], "exec"), names)
+    assert names["result"].ok and (tmp_path / "plan.html").exists()
+    assert "Plan of TinyGPT on pp2,tp2" in shown[0] and "exact on pp2,tp2" in "".join(shown)
+    assert max(map(len, shown)) < 8000
 
 
 def figures_of_training(folder, processes, *arguments):

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import autopart
 from autopart.cli.main import main
-from autopart.common.progress import phase, shown
+from autopart.common.progress import SETTLED_S, numbered, phase, shown
 from autopart.plans.plan import Plan
 
 
@@ -80,3 +80,15 @@ def test_a_command_says_it_on_standard_error(monkeypatch):
     assert result.exit_code == 2
     assert re.search(r"^\[ +\d s\] waiting for the test$", result.stderr, re.MULTILINE)
     assert result.stdout == '{"error": "what was asked cannot be", "kind": "AutopartError"}\n'
+
+
+def test_phases_of_numbered_items_have_their_number():
+    heard = []
+    with shown(heard.append, after_s=0.0):
+        for item in numbered(["a", "b"]):
+            phase(f"reading {item}")
+            time.sleep(2 * SETTLED_S)
+        phase("done")
+        time.sleep(2 * SETTLED_S)
+    texts = [line.partition("] ")[2] for line in heard]
+    assert texts == ["reading a (1 of 2)", "reading b (2 of 2)", "done"]

@@ -62,7 +62,7 @@ def test_every_operator_and_parameter_is_in_a_block(plan, shown):
     assert sum(len(block["operators"]) for block in blocks.values()) == len(plan.operators)
     assert sum(len(block["parameters"]) for block in blocks.values()) == len(plan.parameters)
     (mlp,) = [block for name, block in blocks.items() if name.endswith(".mlp")]
-    assert ["c_fc.weight", plan.parameters["transformer.h.*.mlp.c_fc.weight"]] in mlp["parameters"]
+    assert ["c_fc.weight", plan.parameters["transformer.h.*.mlp.c_fc.weight"], "", ""] in mlp["parameters"]
     assert any(text.startswith("tp forward: all_reduce") for text in mlp["collectives"])
 
 
@@ -106,6 +106,11 @@ def test_a_plan_from_a_file_has_the_price_of_every_layout(plan, tmp_path):
     again = Plan.load(tmp_path / "plan.json")
     assert again.why(name) == plan.why(name) and again.why(name).others
     assert again.why("transformer.h.1.mlp.c_fc").subject.startswith("transformer.h.*.mlp.c_fc")
+    stages = data_of(page({"plan": again}))["plans"][0]["stages"]
+    (row,) = [row for block in stages[0]["blocks"] for row in block["parameters"]
+              if block["name"].endswith(".mlp") and row[0] == "c_fc.weight"]  # fmt: skip
+    why = plan.why(name)
+    assert row[2] == f"{why.runner_up}: {why.others[why.runner_up]}" and row[3] == why.where
     assert again.why("loss").others and "shards the values" in again.why("loss").reason
     result = CliRunner().invoke(main, ["why", str(tmp_path / "plan.json"), name])
     assert result.exit_code == 0 and result.output.rstrip("\n") == str(plan.why(name))

@@ -26,6 +26,9 @@ MOST_ACTIONS = 12_000
 MOST_LINES = 64
 """Maximum number of `pp` coordinates in a timeline. With more, the first and last ones are shown."""
 
+_PART_NAMES = {"other": "other operators", "matmul": "matrix products"}
+"""{kind of time: its name on the page}, for kinds whose name differs."""
+
 WAITING = "idle"
 """Kind of time, in the parts of a step, in which a rank waits for other ranks."""
 
@@ -80,7 +83,7 @@ def _summary(plan: Plan, step: Simulation) -> str:
         f"{plan.model.get('class', 'The model')} with {number} parameters runs "
         f"on {ranks} rank{'s' * (ranks > 1)} of {plan.hardware or 'unknown hardware'}.",
         f"A step{f' of {size}' if size else ''} is predicted to take {quantity(step.step_time_s, 's')} "
-        f"({100 * step.mfu:.3g} % of peak FLOP/s).",
+        f"({_interval(step)}{100 * step.mfu:.3g} % of peak FLOP/s).",
     ]
     parts += [f"Memory: {fit_text(plan)}."] if fit_text(plan) else []
     gap = plan.cost.get("gap")
@@ -90,6 +93,11 @@ def _summary(plan: Plan, step: Simulation) -> str:
         )  # fmt: skip
         parts.append(f"{proven} (proven by the solver's lower bound).")
     return " ".join(parts)
+
+
+def _interval(step: Simulation) -> str:
+    likely = step.likely_range
+    return f"likely {quantity(likely.low_s, 's')} to {quantity(likely.high_s, 's')}; " if likely is not None else ""
 
 
 def _figures(plan: Plan, step: Simulation) -> list[dict[str, str]]:
@@ -104,7 +112,7 @@ def _figures(plan: Plan, step: Simulation) -> list[dict[str, str]]:
         ("MFU", f"{100 * step.mfu:.3g} %", f"of {quantity(step.peak_flops_per_s, 'FLOP/s')} {step.peak_dtype}".strip()),
         ("memory", quantity(largest, "B"), of_device or "on the fullest rank"),
         ("bubble", f"{100 * step.bubble_fraction:.3g} %", "idle time of the pipeline / busy time"),
-        ("longest part", longest, f"{100 * share:.3g} % of the step"),
+        ("longest part", _PART_NAMES.get(longest, longest), f"{100 * share:.3g} % of the step"),
     ]
     state = {True: "good", False: "bad", None: ""}[fit]
     return [{"name": n, "value": v, "note": t, "state": state if n == "memory" else ""} for n, v, t in rows]
@@ -119,7 +127,7 @@ def _waterfall(step: Simulation) -> list[dict[str, Any]]:
     for kind, seconds in step.parts.items():
         if kind not in products:
             group = "wait" if kind == WAITING else "communication" if _communicates(kind) else "compute"
-            rows.append(({"other": "other operators"}.get(kind, kind), seconds, group))
+            rows.append((_PART_NAMES.get(kind, kind), seconds, group))
     order = {"ideal": 0, "compute": 1, "communication": 2, "wait": 3}
     rows.sort(key=lambda row: order[row[2]])
     return [{"name": name, "s": s, "text": quantity(s, "s"), "group": group} for name, s, group in rows if s > 0]
@@ -174,8 +182,8 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     """Return the blocks of every stage with their operators, parameters and collectives."""
     total = sum(block["flops"] for stage in plan.stages for block in stage["blocks"]) or 1
     names = {str(block["block"]) for stage in plan.stages for block in stage["blocks"]}
-    operators = _by_block(plan.operators, names, "/")
-    parameters = _by_block(plan.parameters, names, ".")
+    operators = _by_block(plan.operators, names, "/", plan.alternatives)
+    parameters = _by_block(plan.parameters, names, ".", plan.alternatives)
     moved: dict[str, list[str]] = {}
     for row in plan.collectives:
         kinds = (("forward", row.forward), ("backward", row.backward))
@@ -201,14 +209,24 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _by_block(entries: Mapping[str, Mapping[str, Any]], names: Collection[str], separator: str) -> dict[str, list[Any]]:
-    """Return {block: [[name, {axis: placements}], ...]} of operators or parameters."""
+def _by_block(
+    entries: Mapping[str, Mapping[str, Any]], names: Collection[str], separator: str,
+    alternatives: Mapping[str, Mapping[str, Any]],
+) -> dict[str, list[Any]]:  # fmt: skip
+    """Return {block: [[name, {axis: placements}, runner-up with its cost, source line], ...]}.
+
+    Runner-up and source line are empty if the plan does not store its alternatives.
+    """
     result = dict[str, list[Any]]()
     for key, layout in entries.items():
         path, _, name = key.rpartition(separator)
         block = _block_of(path, names)
         inner = path.removeprefix(block).lstrip(".")
-        result.setdefault(block, []).append([separator.join(filter(None, (inner, name))), dict(layout)])
+        why = alternatives.get(key, {})
+        other = why.get("runner_up", "")
+        runner_up = f"{other}: {why['others'][other]}" if other in why.get("others", {}) else ""
+        row = [separator.join(filter(None, (inner, name))), dict(layout), runner_up, why.get("where", "")]
+        result.setdefault(block, []).append(row)
     return result
 
 

@@ -159,8 +159,12 @@ function details(panel, stage, block) {
   add(panel, "h3", `${block.name || "the model's own operators"}${block.layers ? `, layers ${block.layers}` : ""}, stage ${stage.stage}`);
   add(panel, "p", `${block.flops} forward (${(100 * block.share).toFixed(1)} % of the model), ${block.sent} sent per microbatch`, { class: "soft" });
   if (block.collectives.length) { add(panel, "b", "Collectives"); table(panel, [], block.collectives.map((text) => [text])); }
-  if (block.parameters.length) { add(panel, "b", "Parameters"); table(panel, ["name", "placement"], block.parameters.map(([name, layout]) => [name, layoutText(layout)])); }
-  if (block.operators.length) { add(panel, "b", "Operators"); table(panel, ["operator", "inputs -> outputs"], block.operators.map(([name, layout]) => [name, layoutText(layout)])); }
+  const rows = [...block.parameters, ...block.operators], priced = rows.some((row) => row[2]), placed = rows.some((row) => row[3]);
+  const more = [...(priced ? ["runner-up and its cost"] : []), ...(placed ? ["source"] : [])];
+  const cells = ([name, layout, other, where]) => [name, layoutText(layout), ...(priced ? [other] : []), ...(placed ? [where] : [])];
+  if (block.parameters.length) { add(panel, "b", "Parameters"); table(panel, ["name", "placement", ...more], block.parameters.map(cells)); }
+  if (block.operators.length) { add(panel, "b", "Operators"); table(panel, ["operator", "inputs -> outputs", ...more], block.operators.map(cells)); }
+  if (!priced) add(panel, "p", "A plan written with autopart plan --alternatives also shows the runner-up of each layout and its cost.", { class: "hint" });
   add(panel, "p", "S(d): sharded along dim d; R: replicated; P: partial sums; grad P: the gradient is a partial sum.", { class: "hint" });
 }
 
@@ -206,7 +210,7 @@ function model(parent, plan) {
 function changes(parent, plan) {
   const part = section(parent, "What to change", plan.suggestions.length
     ? "Predicted for the same global batch and number of ranks, with this plan's layouts. Make a plan with the option to confirm it."
-    : "No change of mesh, schedule, microbatches or ZeRO that autopart predicts from this plan saves 1 % of the step.");
+    : "No change of mesh, schedule, microbatches or ZeRO that autopart predicts from this plan saves 1 % of the step. Other changes: autopart why plan.json recompute, or autopart search for other meshes.");
   const list = add(part, "ul", "", { class: "changes" });
   for (const row of plan.suggestions) {
     const item = add(list, "li", "", { class: "card" });
