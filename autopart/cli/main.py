@@ -183,23 +183,27 @@ def report(paths: tuple[str, ...], output: str, as_json: bool) -> None:
 @main.command()
 @click.argument("path", metavar="PLAN.JSON")
 @click.option("--trace", metavar="PATH", help="File to write the step to, for ui.perfetto.dev.  [default: none]")
+@click.option("--measured", metavar="PATH", help="With --trace: a trace of pm.profile to show in the same file.")
 @click.option("--system", metavar="NAME", help="Another training system that runs the plan, such as megatron, or the "
               "path of a JSON file that describes it.  [default: autopart]")  # fmt: skip
 @JSON
 @reports_errors
-def simulate(path: str, trace: str | None, system: str | None, as_json: bool) -> None:
+def simulate(path: str, trace: str | None, measured: str | None, system: str | None, as_json: bool) -> None:
     """Predict a training step of a plan on its hardware: time, bubble, memory, collectives.
 
     \b
     Example:
       autopart simulate plan.json --trace step.json
+      autopart simulate plan.json --trace both.json --measured measured.json
     """
+    if measured is not None and trace is None:
+        raise OptionError("--measured needs --trace", hint="--trace both.json --measured measured.json")
     plan = Plan.load(path)
     from autopart.cost.predict.simulate import simulate as simulate_plan
 
     simulation = simulate_plan(plan, system=system)
     if trace is not None:
-        simulation.save_trace(trace)
+        simulation.save_trace(trace, measured)
     tell(as_json, simulation.as_data(), str(simulation))
 
 

@@ -108,8 +108,10 @@ def compare(plan: Plan | str | Path, trace: str | Path, *, steps: int | None = N
     info = data.get("distributedInfo") or {} if isinstance(data, Mapping) else {}
     rank = int(info.get("rank", 0))
     pp = plan.mesh_object().coordinates(rank).get("pp", 0) if rank < plan.mesh_object().num_ranks else 0
-    if any(span.get("cat") == "predicted" for span in spans):
+    if all(span.get("cat") == "predicted" for span in spans):
         spans = [span for span in spans if span.get("pid") == pp]
+    else:  # a trace may show the predicted step, too
+        spans = [span for span in spans if span.get("cat") != "predicted"]
     marks = [span for span in spans if span["name"] == MEASURED_STEP or str(span["name"]).startswith("ProfilerStep#")]
     num_steps = steps or len({(span["name"], span["ts"]) for span in marks if span.get("cat") != "gpu_user_annotation"})
     num_steps = max(1, num_steps)

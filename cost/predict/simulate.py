@@ -12,12 +12,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from autopart.common.files import write_whole
+from autopart.common.files import read_text, write_whole
+from autopart.common.json_text import parse_json
 from autopart.common.text import TEXT_WIDTH, ShownAsText, quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.hardware.profile import names as hardware_names
 from autopart.cost.predict.collective_costs import time_s
-from autopart.cost.predict.step_trace import chrome_trace, memory_counters
+from autopart.cost.predict.step_trace import chrome_trace, memory_counters, with_measured
 from autopart.cost.predict.timeline import Durations, Timeline, timeline
 from autopart.cost.systems.host_time import LIMITS
 from autopart.cost.systems.likely_range import LikelyRange, likely_range
@@ -136,16 +137,27 @@ class Simulation(ShownAsText):
             data |= {"step": step_size(self.plan), "fits": fits(self.plan)}
         return data
 
-    def save_trace(self, path: str | Path) -> None:
+    def save_trace(self, path: str | Path, measured: str | Path | None = None) -> None:
         """Write the predicted step in the Chrome trace format, for ui.perfetto.dev or chrome://tracing.
 
         Each `pp` coordinate is a process with two threads: the actions of the schedule, and the work at the end of the
-        step (gradient reduction and optimizer). Raises OptionError if the file cannot be written.
+        step (gradient reduction and optimizer).
+
+        Args:
+            measured: a trace of `pm.profile`, whose steps the file shows below the predicted step.
+        Raises OptionError if the file cannot be written, or if `measured` is not a trace.
 
         Example:
             >>> autopart.simulate(plan).save_trace("step.json")    # doctest: +SKIP
         """
-        _write_trace(path, chrome_trace(self.timeline))
+        trace = chrome_trace(self.timeline)
+        if measured is not None:
+            hint = "a trace of pm.profile(path, **batch)"
+            data = parse_json(read_text(Path(measured), "trace", OptionError, hint), str(measured), OptionError)
+            if not isinstance(data, Mapping) or not isinstance(data.get("traceEvents"), list):
+                raise OptionError(f"{measured} is not a trace", why="it has no traceEvents", hint=hint)
+            trace = with_measured(trace, data)
+        _write_trace(path, trace)
 
     def save_memory(self, path: str | Path) -> None:
         """Write the predicted memory over the step as counters of a Chrome trace, for ui.perfetto.dev.

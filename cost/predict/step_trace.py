@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopart.cost.predict.timeline import Timeline
+from autopart.ir.run.report_terms import MEASURED_STEP
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 """Names of the kinds of actions in traces and reports."""
@@ -35,6 +36,22 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             if end_s > start_s:
                 events.append(_event(name, rank, _END, start_s, end_s))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def with_measured(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one trace with the predicted step and the measured steps; both begin at time 0.
+
+    Processes of the predicted step get numbers that the measured trace does not use.
+    """
+    events = [dict(event) for event in measured["traceEvents"]]
+    marks = [event["ts"] for event in events if event.get("name") == MEASURED_STEP and "ts" in event]
+    start_us = min(marks, default=min((event["ts"] for event in events if event.get("ph") == "X"), default=0.0))
+    first = 1 + max((event["pid"] for event in events if isinstance(event.get("pid"), int)), default=-1)
+    for event in events:
+        if "ts" in event:
+            event["ts"] -= start_us
+    shifted = [{**event, "pid": first + event["pid"]} for event in predicted["traceEvents"]]
+    return {**measured, **predicted, "traceEvents": [*shifted, *events]}
 
 
 def memory_curve(timeline: Timeline, index: int, row: Mapping[str, Any]) -> list[tuple[float, int]]:

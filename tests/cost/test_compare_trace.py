@@ -54,6 +54,23 @@ def test_a_predicted_trace_equals_the_prediction(plan, tmp_path):
         assert rows[name].measured_s == pytest.approx(rows[name].predicted_s)
 
 
+def test_one_file_has_the_predicted_and_the_measured_steps(plan, tmp_path):
+    measured = written(tmp_path / "cpu.json", event("autopart step", 700, 1000, "user_annotation"),
+                       event("forward 0", 800, 400, "user_annotation"))  # fmt: skip
+    plan.save(tmp_path / "plan.json")
+    paths = [str(tmp_path / name) for name in ("plan.json", "both.json")]
+    arguments = ["simulate", paths[0], "--trace", paths[1], "--measured", str(measured)]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    events = [one for one in json.loads((tmp_path / "both.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    predicted = {one["pid"] for one in events if one["cat"] == "predicted"}
+    assert len(predicted) == 2 and predicted.isdisjoint({one["pid"] for one in events if one["cat"] != "predicted"})
+    assert [one["ts"] for one in events if one["cat"] != "predicted"] == [0, 100]
+    assert autopart.compare(plan, paths[1]).rows == autopart.compare(plan, measured).rows
+    assert CliRunner().invoke(main, ["simulate", paths[0], "--measured", str(measured)]).exit_code == 2
+    with pytest.raises(OptionError, match="is not a trace"):
+        autopart.simulate(plan).save_trace(paths[1], paths[0])
+
+
 def test_operators_of_a_cpu_are_counted_once(plan, tmp_path):
     trace = written(
         tmp_path / "cpu.json",
