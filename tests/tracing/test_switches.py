@@ -187,3 +187,29 @@ def test_a_norm_in_eval_mode_that_is_updated_later(norm):
             changed.first.bias[0] += change
         losses.append(changed(x).item())
     assert float(module.full_grads()["first.bias"][0]) == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-6)
+
+
+class Untracked(nn.Module):
+    """Virtual adversarial training: the second call of the norms does not track statistics."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), norm, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def called(x: Tensor) -> Tensor:
+            return self.last(self.norm(self.first(x).mT).mT)
+
+        h = called(x)
+        self.norm.track_running_stats ^= True
+        changed = called(x + 0.1)
+        self.norm.track_running_stats ^= True
+        return (h.detach() - changed).square().mean() + h.abs().mean()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_that_does_not_track_for_a_part(norm):
+    torch.manual_seed(0)
+    model = Untracked(NORMS[norm]()).double()
+    result = autopart.verify(model, "tp2", example_args=(torch.randn(4, 5, 8, dtype=torch.float64),))
+    assert result.ok, result

@@ -514,7 +514,7 @@ def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
 
     Torch's own code reads the number of batches as a Python number, which would be a constant of the trace.
     """
-    if not module.training:  # a forward can toggle the mode
+    if not (module.training and module.track_running_stats):  # a forward can toggle both
         return BatchNorm.forward(module, source)
     module._check_input_dim(source)
     module.num_batches_tracked.add_(1)
@@ -528,7 +528,7 @@ def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
 
     Torch's operator writes the statistics, but its schema does not declare the write, so that export loses it.
     """
-    if not module.training:
+    if module.track_running_stats and not module.training:
         return InstanceNorm.forward(module, source)
     module._check_input_dim(source)
     if source.dim() == module._get_no_batch_dim():
