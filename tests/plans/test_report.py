@@ -42,6 +42,12 @@ def test_a_page_needs_no_network_and_shows_what_the_plan_says(plan, tmp_path):
     assert len(html) < 5_000_000
 
 
+def test_the_first_sentences_have_the_likely_range(plan, shown):
+    likely = autopart.simulate(plan).likely_range
+    text = f"(likely {quantity(likely.low_s, 's')} to {quantity(likely.high_s, 's')}; "
+    assert text in shown["summary"]
+
+
 def test_the_timeline_has_every_action(plan, shown):
     timeline = autopart.simulate(plan).timeline
     assert sum(map(len, timeline.spans)) < MOST_ACTIONS
@@ -145,6 +151,7 @@ def test_several_plans_are_compared(plan, tmp_path):
     assert result.exit_code == 0, result.output
     data = data_of((tmp_path / "both.html").read_text())
     assert [row["label"] for row in data["comparison"]["rows"]] == ["pipeline", "data"] and len(data["plans"]) == 2
+    assert "matrix products" in data["comparison"]["kinds"] and "matmul" not in data["comparison"]["kinds"]
     assert min(row["slower"] for row in data["comparison"]["rows"]) == 1
     assert "mesh" in data["comparison"]["diff"]
 

@@ -73,7 +73,8 @@ def comparison(steps: Sequence[tuple[str, Plan, Simulation]]) -> dict[str, Any] 
         for label, plan, step in steps
     ]  # fmt: skip
     (first, a, _), (second, b, _) = steps[:2]
-    return {"rows": rows, "kinds": kinds, "diff": str(diff(a, b).table(first, second))}
+    names = [_PART_NAMES.get(kind, kind) for kind in kinds]
+    return {"rows": rows, "kinds": names, "diff": str(diff(a, b).table(first, second))}
 
 
 def _summary(plan: Plan, step: Simulation) -> str:

@@ -123,7 +123,7 @@ function memory(parent, plan) {
     (data.capacity && !near ? ` The device (${data.device}) has ${quantity(data.capacity, "B")}.` : ""));
   const sides = add(part, "div", "", { class: "two" });
   const bytes = { axisLabel: { formatter: (b) => quantity(b, "B") } };
-  const limit = near ? { symbol: "none", data: [{ xAxis: data.capacity }], lineStyle: { color: "#d33", width: 2 }, label: { formatter: `${quantity(data.capacity, "B")} limit` } } : undefined;
+  const limit = near ? { symbol: "none", data: [{ xAxis: data.capacity }], lineStyle: { color: "#d33", width: 2 }, label: { position: "start", formatter: `${quantity(data.capacity, "B")} limit` } } : undefined;
   draw(sides, 110 + 26 * Math.min(rows.length, 24), "Memory by kind", {
     grid: { left: 24, right: 70, top: 46, bottom: 10, containLabel: true }, legend: { top: 0, type: "scroll" },
     xAxis: { type: "value", ...bytes, max: (range) => Math.max(range.max, near ? data.capacity * 1.05 : 0) },
@@ -208,15 +208,17 @@ function model(parent, plan) {
 }
 
 function changes(parent, plan) {
+  const tooLarge = plan.figures.some((figure) => figure.state === "bad");
   const part = section(parent, "What to change", plan.suggestions.length
-    ? "Predicted for the same global batch and number of ranks, with this plan's layouts. Make a plan with the option to confirm it."
+    ? `${tooLarge ? "The plan does not fit into memory. With each of these changes it does. " : ""}Predicted for the same global batch and number of ranks, with this plan's layouts. Make a plan with the option to confirm it.`
+    : tooLarge ? "No single change of mesh, schedule, microbatches or ZeRO makes the plan fit into memory. The notes below name others: recompute, or more ranks."
     : "No change of mesh, schedule, microbatches or ZeRO that autopart predicts from this plan saves 1 % of the step. Other changes: autopart why plan.json recompute, or autopart search for other meshes.");
   const list = add(part, "ul", "", { class: "changes" });
   for (const row of plan.suggestions) {
     const item = add(list, "li", "", { class: "card" });
     add(item, "code", row.change);
     const gain = 100 * row.gain;
-    add(item, "div", `${gain >= 0 ? `saves ${gain.toFixed(1)} %` : `takes ${(-gain).toFixed(1)} % more`} of the step: ${row.time}, ${row.memory} on the fullest rank`);
+    add(item, "div", `${gain >= 0 ? `saves ${gain.toFixed(1)} %` : `takes ${(-gain).toFixed(1)} % more`} of the step: ${row.time}, ${row.memory} on the fullest rank${tooLarge && row.fits ? ", which fits" : ""}`);
     for (const note of row.notes) add(item, "small", note);
   }
 }
@@ -269,7 +271,7 @@ function render(chosen) {
   const main = document.getElementById("report");
   main.replaceChildren();
   const head = add(main, "header"), plan = DATA.plans[chosen];
-  add(head, "h1", plan.title);
+  add(head, "h1", DATA.comparison ? `${DATA.plans.map((row) => row.label).join(" and ")}, compared` : plan.title);
   add(head, "button", isDark() ? "light" : "dark", { title: "switch colours" }).addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     render(chosen);
@@ -279,6 +281,7 @@ function render(chosen) {
     const tabs = add(main, "div", "", { class: "tools", role: "tablist" });
     DATA.plans.forEach((row, index) => add(tabs, "button", row.label, { role: "tab", "aria-selected": String(index === chosen) }).addEventListener("click", () => render(index)));
   }
+  if (DATA.comparison) add(main, "h2", plan.title);
   one(main, plan);
 }
 
