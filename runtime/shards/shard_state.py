@@ -62,8 +62,8 @@ def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTens
             raise StageError(
                 f"this call uses parameter '{name}' on stage {missing[0]}, which does not hold it",
                 why=f"the first call used it on stage {', '.join(map(str, known[name].stages))} only",
-                hint="parallelize(model, mesh, example_kwargs=batch) with a batch that uses all of the model; or a mesh "
-                "without pp",
+                hint="parallelize(model, mesh, example_kwargs=batch) with a batch that uses all of the model, or a "
+                "mesh without pp",
             )
     return {**known, **{name: stored for name, stored in new.items() if name not in known}}
 
