@@ -314,6 +314,13 @@ def test_import_does_not_need_transformers():
     assert process(sys.executable, "-c", code).returncode == 0
 
 
+def test_a_shell_completes_commands_and_options():
+    for words, wanted in (("autopart pl", "plan"), ("autopart plan --micro", "--microbatches")):
+        environ = {"_AUTOPART_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        answer = CliRunner().invoke(main, [], prog_name="autopart", env=environ)
+        assert f"plain,{wanted}" in answer.output.split()
+
+
 def test_every_help_has_an_example():
     inner = [("checkpoint", name) for name in main.commands["checkpoint"].commands]
     for command in ((), *((name,) for name in main.commands), *inner):
