@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from _svg import line, text, write
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 420, 60, 20, 20, 50
-COLORS = {"fp32": "#4c78a8", "bf16": "#e45756"}
+COLORS = {"fp32": "#4c78a8", "bf16": "#e45756", "muon": "#54a24b"}
 DASHES = ("", "6 4", "2 3")
 
 
 def draw(curves: Mapping[str, Sequence[float]], path: str) -> None:
-    """`curves`: the loss of every step, by `mesh, precision`. One colour a precision, one kind of line a mesh."""
+    """`curves`: the loss of every step, by `mesh, setting`. One colour a setting, one kind of line a mesh."""
     steps = max(len(curve) for curve in curves.values())
     low, high = min(map(min, curves.values())), max(map(max, curves.values()))
 
@@ -32,8 +32,8 @@ def draw(curves: Mapping[str, Sequence[float]], path: str) -> None:
         parts.append(text(x(step), HEIGHT - BOTTOM + 18, str(step), "middle"))
     meshes = list(dict.fromkeys(title.rpartition(", ")[0] for title in curves))
     for number, (title, curve) in enumerate(curves.items()):
-        mesh, _, precision = title.rpartition(", ")
-        color, dashes = COLORS[precision], DASHES[meshes.index(mesh)]
+        mesh, _, setting = title.rpartition(", ")
+        color, dashes = COLORS[setting], DASHES[meshes.index(mesh)]
         parts.append(line([(x(step), y(loss)) for step, loss in enumerate(curve)], color, dashes))
         at = TOP + 14 + 16 * number
         parts.append(line([(WIDTH - 260, at - 4), (WIDTH - 220, at - 4)], color, dashes))

@@ -1,9 +1,9 @@
-"""Compare loss curves of `examples/train_text.py` on four processes and one, in float32 and bfloat16.
+"""Compare loss curves of `examples/train_text.py` on four processes and one: float32, bfloat16, and the optimizer Muon.
 
 The script runs as users start it. Its TensorBoard output is compared: the loss of every step, over the same samples
 in the same order.
 
-    python benchmarks/curves.py [--steps 200] [--quick] [--json] [--picture FILE.svg]
+    python benchmarks/curves.py [--steps 200] [--settings fp32,bf16,muon] [--quick] [--json] [--picture FILE.svg]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_text.py"
 MESHES = {"one process": "dp1", "dp2,tp2": "dp2,tp2", "pp2,dp2, ZeRO 1": "pp2,dp2"}
-PRECISIONS = {"fp32": [], "bf16": ["--precision", "bf16"]}
+SETTINGS = {"fp32": [], "bf16": ["--precision", "bf16"], "muon": ["--optimizer", "muon"]}
 LAST = 20
 """Over so many last steps losses are averaged."""
 
@@ -29,21 +29,24 @@ LAST = 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200, help="[default: 200]")
+    parser.add_argument("--settings", type=lambda text: text.split(","), default=[*SETTINGS],
+                        help=f"some of {','.join(SETTINGS)} [default: all]")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="five steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--picture", help="draw the curves to this SVG file")
     arguments = parser.parse_args()
     steps = 5 if arguments.quick else arguments.steps
     curves = {}
-    print(f"{'mesh':<18}{'precision':<11}{'loss at the end':>16}{'furthest from one process':>28}{'from fp32':>12}")
-    for precision, options in PRECISIONS.items():
+    print(f"{'mesh':<18}{'setting':<11}{'last loss':>12}{'furthest from one process':>28}{'from the first row':>20}")
+    for setting in arguments.settings:
         for title, mesh in MESHES.items():
-            curve = losses(mesh, [*options, *(["--zero", "1"] if "ZeRO" in title else [])], steps)
-            curves[f"{title}, {precision}"] = curve
-            alone, exact = curves[f"one process, {precision}"], curves["one process, fp32"]
-            ends = [sum(row[-LAST:]) / len(row[-LAST:]) for row in (curve, exact)]
+            curve = losses(mesh, [*SETTINGS[setting], *(["--zero", "1"] if "ZeRO" in title else [])], steps)
+            curves[f"{title}, {setting}"] = curve
+            alone, first = curves[f"one process, {setting}"], next(iter(curves.values()))
+            ends = [sum(row[-LAST:]) / len(row[-LAST:]) for row in (curve, first)]
             print(
-                f"{title:<18}{precision:<11}{ends[0]:>16.4f}{furthest(curve, alone):>28.2g}{ends[0] - ends[1]:>12.4f}"
+                f"{title:<18}{setting:<11}{ends[0]:>12.4f}{furthest(curve, alone):>28.2g}{ends[0] - ends[1]:>20.4f}",
+                flush=True,
             )
     if arguments.picture:
         draw(curves, arguments.picture)

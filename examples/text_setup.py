@@ -21,6 +21,7 @@ def read_arguments(description: str) -> tuple[argparse.Namespace, dict]:
     for name, default in {"steps": 50, "batch": 16, "sequence": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"[default: {default}]")
     parser.add_argument("--dtype", default="float32", help="float64: losses agree to 1e-10 on all meshes")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="[default: adamw]")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="to go on from, and to save in at the end")
     parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="to write scalars to")
     passed_on = [name for name in ("zero", "precision", "microbatches", "hardware") if name in OPTIONS]

@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from functools import partial
 from itertools import count, islice
 
 import torch
@@ -36,10 +37,13 @@ def batches(loader):
         yield from loader
 
 
-norms_and_biases = [p for name, p in pm.named_parameters() if "norm" in name or name.endswith("bias")]
-others = [p for name, p in pm.named_parameters() if "norm" not in name and not name.endswith("bias")]
-groups = [{"params": others, "weight_decay": 0.1}, {"params": norms_and_biases, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, lr=1e-3)
+if args.optimizer == "muon":  # AdamW for embeddings, the output layer, norms and biases
+    optimizer = pm.optimizer(torch.optim.Muon, lr=0.02, others=partial(torch.optim.AdamW, lr=1e-3))
+else:
+    norms_and_biases = [p for name, p in pm.named_parameters() if "norm" in name or name.endswith("bias")]
+    others = [p for name, p in pm.named_parameters() if "norm" not in name and not name.endswith("bias")]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms_and_biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 trained = {"optimizer": optimizer, "scheduler": scheduler}
 if args.checkpoint:  # on any mesh
