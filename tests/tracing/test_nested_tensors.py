@@ -148,6 +148,7 @@ def narrowed(m, x, lengths):
     return (j * 2).contiguous().values()
 
 
+@pytest.mark.large
 def test_a_narrowed_tensor_cannot_be_compared_with_torch():
     """Torch has no gradient of `torch.nested.narrow` with unequal lengths; that of a partitioned model is right."""
     torch.manual_seed(0)
