@@ -60,7 +60,7 @@ def measured(rank: int, store: str, title: str, kind: str, sizes: tuple[int, ...
     layers, width, tokens, repeat = sizes
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=1 if title == ALONE else 2)
     model, ids = llama(layers, width), torch.randint(512, (ROWS, tokens), generator=torch.Generator().manual_seed(0))
-    forward_backward, optimizers = (plain if title == ALONE else partitioned)(model, ids, kind, title)
+    forward_backward, optimizers = plain(model, ids, kind) if title == ALONE else partitioned(model, ids, kind, title)
     times = []
     for _ in range(repeat + 2):
         started = time.perf_counter()
@@ -72,7 +72,7 @@ def measured(rank: int, store: str, title: str, kind: str, sizes: tuple[int, ...
     return 1e3 * min(times[2:])
 
 
-def plain(model: Any, ids: Tensor, kind: str, title: str) -> tuple[Callable[[], Any], list[torch.optim.Optimizer]]:
+def plain(model: Any, ids: Tensor, kind: str) -> tuple[Callable[[], Any], list[torch.optim.Optimizer]]:
     hidden = [p for p in model.model.layers.parameters() if p.ndim == 2 and kind == "muon"]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
     optimizers = [ADAMW(others), *([torch.optim.Muon(hidden, lr=1e-3)] if hidden else [])]
@@ -87,8 +87,8 @@ def partitioned(
     mesh, options = CASES[title]
     batch = {"input_ids": ids, "labels": ids}
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
-    muon = partial(pm.optimizer, torch.optim.Muon, lr=1e-3, others=ADAMW)
-    return partial(pm.step, **batch), [muon() if kind == "muon" else ADAMW(pm.parameters())]
+    muon = pm.optimizer(torch.optim.Muon, lr=1e-3, others=ADAMW) if kind == "muon" else None
+    return partial(pm.step, **batch), [muon or ADAMW(pm.parameters())]
 
 
 def llama(layers: int, width: int) -> Any:

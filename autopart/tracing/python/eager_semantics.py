@@ -479,7 +479,7 @@ def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
     Raises LostInTrace for any other device or dtype, because torch.export cannot replace the module's parameters.
     """
-    targets = [*args, *(kwargs[name] for name in kwargs.keys() - {"non_blocking", "memory_format"})]
+    targets = [*args, *(value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format"))]
     devices = [torch.device(value) for value in targets if isinstance(value, (str, torch.device))]
     dtypes = [value for value in targets if isinstance(value, torch.dtype)]
     if not targets or len(devices) + len(dtypes) < len(targets):
