@@ -1,8 +1,9 @@
 """Compare the time per token of `pm.generate` with `generate` of transformers, on one and two CPU processes.
 
-Peers: transformers on one process, and transformers' own tensor parallelism (`tp_plan="auto"`) on two. All processes
-have one thread. A row has the shortest wall time and processor time of the first rank over the repetitions, per new
-token, without the prompt: the difference between a long and a short generation.
+Peers: transformers on one process, and transformers' own tensor parallelism (`tp_plan="auto"`) on two. For comparison,
+"two copies" is transformers on two processes at once, each with half of the samples. All processes have one thread. A
+row has the shortest wall time and processor time of the first rank over the repetitions, per new token, without the
+prompt: the difference between a long and a short generation.
 
     python benchmarks/generate.py [--quick] [--json] [--meshes tp2 dp2] [--layers 12] [--width 512]
 """
@@ -23,6 +24,8 @@ from _ranks import of_first_rank
 
 ROWS, PROMPT, SHORT = 4, 32, 4
 PEERS = ("transformers", "tp_plan")
+COPIES = "two copies"
+"""Two processes of transformers at once, each with half of the samples. Shows what a second process gains here."""
 
 
 def main() -> None:
@@ -40,12 +43,12 @@ def main() -> None:
     print(f"{'':<14} {'ms/token':>9} {'CPU ms/token':>13} {'of the faster peer':>19}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind in (*PEERS, *given.meshes):
+        for kind in (*PEERS, COPIES, *given.meshes):
             num_ranks = 1 if kind == "transformers" else 2
             sizes = (given.layers, given.width, given.tokens, given.repeat)
             row = of_first_rank(measured, num_ranks, num_ranks, kind, folder, sizes)
             peers = [peer["ms"] for peer in rows if peer["kind"] in PEERS]
-            row |= {"ratio": None if kind in PEERS else row["ms"] / min(peers)}
+            row |= {"ratio": None if kind in (*PEERS, COPIES) else row["ms"] / min(peers)}
             rows.append(row)
             ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
             print(f"{kind:<14} {row['ms']:>9.2f} {row['cpu_ms']:>13.2f} {ratio:>19}", flush=True)
@@ -58,7 +61,8 @@ def measured(rank: int, store: str, num_ranks: int, kind: str, folder: str, size
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
     generate = generator(kind, folder, layers, width)
-    ids = torch.randint(1, 1000, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
+    rows = ROWS // 2 if kind == COPIES else ROWS
+    ids = torch.randint(1, 1000, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
 
     def run(count: int) -> tuple[float, float]:
         started, cpu = time.perf_counter(), time.process_time()
@@ -87,6 +91,7 @@ def generator(kind: str, folder: str, layers: int, width: int) -> Callable[..., 
     model = LlamaForCausalLM(config).eval()
     if kind == "transformers":
         model.save_pretrained(folder)
+    if kind in ("transformers", COPIES):
         return model.generate
     ids = torch.zeros(ROWS, PROMPT, dtype=torch.int64)
     return autopart.parallelize(model, kind, example_kwargs={"input_ids": ids, "labels": ids}).generate

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def parents(name: str) -> list[str]:
@@ -34,3 +35,13 @@ def layer_of(name: str) -> int | None:
 def pattern_of(path: str) -> str:
     """Return a path with block numbers replaced by `*`: `model.layers.*.mlp`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def near_names(name: str, names: Iterable[str]) -> str:
+    """Return the names, as patterns, that are most similar to an unknown name.
+
+    >>> near_names("model.atn", ["model.layers.0", "model.attn", "lm_head"])
+    'model.attn'
+    """
+    patterns = list(dict.fromkeys(map(pattern_of, names)))
+    return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])

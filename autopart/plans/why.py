@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-from autopart.common.names import pattern_of
+from autopart.common.names import near_names, pattern_of
 from autopart.common.text import ShownAsText
 from autopart.errors import OptionError
 
@@ -61,5 +60,4 @@ def stored_why(alternatives: Mapping[str, Mapping[str, Any]], name: str) -> Why:
         for found in (key, *inside):
             if found in alternatives:
                 return Why.from_data(found, alternatives[found])
-    near = get_close_matches(pattern_of(name), alternatives, n=3, cutoff=0.4) or list(alternatives)[:3]
-    raise OptionError(f"the plan has nothing with the name '{name}'", hint=", ".join(near))
+    raise OptionError(f"the plan has nothing with the name '{name}'", hint=near_names(name, alternatives))

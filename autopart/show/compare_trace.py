@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopart.common.files import read_text
-from autopart.common.json_text import parse_json
 from autopart.common.text import ShownAsText, quantity
 from autopart.cost.predict.simulate import Simulation, simulate
-from autopart.errors import OptionError
+from autopart.cost.predict.step_trace import read_trace
 from autopart.ir.run.report_terms import MEASURED_STEP
 from autopart.plans.plan import Plan
 
@@ -97,16 +95,10 @@ def compare(plan: Plan | str | Path, trace: str | Path, *, steps: int | None = N
     gradient reduction at the end of a step, under the name all_reduce.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    data = parse_json(
-        read_text(Path(trace), "trace", OptionError, "pm.profile(path, **batch)"), str(trace), OptionError
-    )
-    events = data.get("traceEvents") if isinstance(data, Mapping) else data
-    if not isinstance(events, list):
-        raise OptionError(f"{trace} is not a trace", why="it has no traceEvents",
-                          hint="pm.profile(path, **batch), or torch.profiler's export_chrome_trace")  # fmt: skip
-    spans = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e and "ts" in e]
-    info = data.get("distributedInfo") or {} if isinstance(data, Mapping) else {}
-    rank = int(info.get("rank", 0))
+    data = read_trace(trace)
+    spans = [event for event in data["traceEvents"] if event.get("ph") == "X" and "name" in event]
+    spans = [span for span in spans if all(isinstance(span.get(key), int | float) for key in ("ts", "dur"))]
+    rank = int((data.get("distributedInfo") or {}).get("rank", 0))
     pp = plan.mesh_object().coordinates(rank).get("pp", 0) if rank < plan.mesh_object().num_ranks else 0
     if all(span.get("cat") == "predicted" for span in spans):
         spans = [span for span in spans if span.get("pid") == pp]

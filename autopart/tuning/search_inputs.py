@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from autopart.errors import InputError, OptionError
+from autopart.ir.mesh import AXES, Mesh
 
 SEARCHED_AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
-def fixed_axes(mesh: str | Mapping[str, int] | None, devices: int) -> dict[str, int]:
+def fixed_axes(mesh: Mesh | Mapping[str, int] | str | None, devices: int) -> dict[str, int]:
     """Return {axis: size} of the axes that a search must not change.
 
-    Raises OptionError for unknown axes, and for sizes that do not divide the number of devices.
+    Raises MeshError for unknown axes, and OptionError for sizes that do not divide the number of devices.
     """
     if mesh is None:
         return {}
-    text = mesh if isinstance(mesh, str) else ",".join(f"{axis}={size}" for axis, size in mesh.items())
-    hint = "--mesh tp2, or pp=1,tp=8; the search chooses the other axes"
-    matches = [re.fullmatch(r"([a-z]+)=?(\d+)", part.strip()) for part in text.split(",")]
-    if not all(matches):
-        raise OptionError(f"mesh={text!r} names no axes with a size", hint=hint)
-    fixed = {match[1]: int(match[2]) for match in matches if match}
-    for axis, size in fixed.items():
-        if axis not in SEARCHED_AXES:
-            raise OptionError(
-                f"the search has no mesh axis {axis}", why=f"it tries {', '.join(SEARCHED_AXES)}", hint=hint
-            )
-        if size < 1 or devices % size:
-            raise OptionError(f"{axis}={size} is not possible", why=f"it does not divide {devices} devices", hint=hint)
-    ranks = math.prod(fixed.values())
-    if devices % ranks:
-        why = f"its {ranks} ranks do not divide {devices} devices"
-        raise OptionError(f"mesh={text!r} is not possible", why=why, hint=hint)
-    return fixed
+    fixed = Mesh.parse(mesh, tuple(axis for axis in AXES if axis.name in SEARCHED_AXES))
+    if devices % fixed.num_ranks:
+        raise OptionError(
+            f"mesh={str(fixed)!r} is not possible",
+            why=f"its {fixed.num_ranks} ranks do not divide {devices} devices",
+            hint="mesh='tp2', or 'pp1,tp8'; the search chooses the other axes",
+        )
+    return dict(fixed.sizes)
 
 
 def batch_size(example: Mapping[str, Any]) -> int:

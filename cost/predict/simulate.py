@@ -12,13 +12,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from autopart.common.files import read_text, write_whole
-from autopart.common.json_text import parse_json
+from autopart.common.files import write_whole
 from autopart.common.text import TEXT_WIDTH, ShownAsText, quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.hardware.profile import names as hardware_names
 from autopart.cost.predict.collective_costs import time_s
-from autopart.cost.predict.step_trace import chrome_trace, memory_counters, with_measured
+from autopart.cost.predict.step_trace import chrome_trace, memory_counters, read_trace, with_measured
 from autopart.cost.predict.timeline import Durations, Timeline, timeline
 from autopart.cost.systems.host_time import LIMITS
 from autopart.cost.systems.likely_range import LikelyRange, likely_range
@@ -152,11 +151,7 @@ class Simulation(ShownAsText):
         """
         trace = chrome_trace(self.timeline)
         if measured is not None:
-            hint = "a trace of pm.profile(path, **batch)"
-            data = parse_json(read_text(Path(measured), "trace", OptionError, hint), str(measured), OptionError)
-            if not isinstance(data, Mapping) or not isinstance(data.get("traceEvents"), list):
-                raise OptionError(f"{measured} is not a trace", why="it has no traceEvents", hint=hint)
-            trace = with_measured(trace, data)
+            trace = with_measured(trace, read_trace(measured))
         _write_trace(path, trace)
 
     def save_memory(self, path: str | Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from autopart.common.files import read_text
+from autopart.common.json_text import parse_json
 from autopart.cost.predict.timeline import Timeline
+from autopart.errors import OptionError
 from autopart.ir.run.report_terms import MEASURED_STEP
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
@@ -38,18 +42,34 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+def read_trace(path: str | Path) -> dict[str, Any]:
+    """Return the JSON data of a file in the Chrome trace format.
+
+    The entry `traceEvents` keeps only events that are JSON objects. Raises OptionError for a file that is no trace.
+    """
+    hint = "a trace of pm.profile(path, **batch), or of torch.profiler's export_chrome_trace"
+    data = parse_json(read_text(Path(path), "trace", OptionError, hint), str(path), OptionError)
+    events = data.get("traceEvents") if isinstance(data, Mapping) else data
+    if not isinstance(events, list):
+        raise OptionError(f"{path} is not a trace", why="it has no traceEvents", hint=hint)
+    return {
+        **(data if isinstance(data, Mapping) else {}),
+        "traceEvents": [event for event in events if isinstance(event, dict)],
+    }
+
+
 def with_measured(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Return one trace with the predicted step and the measured steps; both begin at time 0.
 
     Processes of the predicted step get numbers that the measured trace does not use.
     """
     events = [dict(event) for event in measured["traceEvents"]]
-    marks = [event["ts"] for event in events if event.get("name") == MEASURED_STEP and "ts" in event]
-    start_us = min(marks, default=min((event["ts"] for event in events if event.get("ph") == "X"), default=0.0))
+    timed = [event for event in events if isinstance(event.get("ts"), int | float)]
+    marks = [event["ts"] for event in timed if event.get("name") == MEASURED_STEP]
+    start_us = min(marks, default=min((event["ts"] for event in timed if event.get("ph") == "X"), default=0.0))
     first = 1 + max((event["pid"] for event in events if isinstance(event.get("pid"), int)), default=-1)
-    for event in events:
-        if "ts" in event:
-            event["ts"] -= start_us
+    for event in timed:
+        event["ts"] -= start_us
     shifted = [{**event, "pid": first + event["pid"]} for event in predicted["traceEvents"]]
     return {**measured, **predicted, "traceEvents": [*shifted, *events]}
 

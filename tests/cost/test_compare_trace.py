@@ -71,6 +71,15 @@ def test_one_file_has_the_predicted_and_the_measured_steps(plan, tmp_path):
         autopart.simulate(plan).save_trace(paths[1], paths[0])
 
 
+def test_events_of_other_programs_are_skipped(plan, tmp_path):
+    others = [None, 7, [1], {"ph": "X"}, {"ph": "X", "ts": "soon", "dur": 1, "name": "x"}, {"ph": "M", "name": "x"}]
+    measured = written(tmp_path / "foreign.json", event("aten::mm", 500, 100), *others)
+    autopart.simulate(plan).save_trace(tmp_path / "both.json", measured)
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    assert [one["ts"] for one in events if one.get("name") == "aten::mm"] == [0]
+    assert autopart.compare(plan, measured).rows[0].measured_s == pytest.approx(1e-4)
+
+
 def test_operators_of_a_cpu_are_counted_once(plan, tmp_path):
     trace = written(
         tmp_path / "cpu.json",

@@ -193,8 +193,9 @@ def test_a_search_keeps_the_fixed_axes():
 
 @pytest.mark.parametrize(
     ("mesh", "error"),
-    [("tp3", "tp=3 is not possible\n.*does not divide 4"), ("xp2", "no mesh axis xp"), ("tp", "names no axes"),
-     ("pp4,tp2", "its 8 ranks do not divide 4 devices")],
+    [("tp3", "mesh='tp3' is not possible\n.*its 3 ranks do not divide 4 devices"), ("tp", "cannot be read"),
+     ("xp2", "unknown mesh axis 'xp'\n.*the axes are pp, dp, cp, ep, tp"), ("pp4,tp2", "its 8 ranks do not divide 4"),
+     ("dpr2", "unknown mesh axis 'dpr'"), ("tp2,tp4", "names axis 'tp' twice")],
 )  # fmt: skip
 def test_fixed_axes_that_are_not_possible(mesh, error):
     with pytest.raises(autopart.AutopartError, match=error):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from autopart.common.names import near_names
 from autopart.common.text import quantity
 from autopart.cost.count.gradient_communication import exchanged_by_method
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
@@ -23,7 +24,7 @@ from autopart.ir.program import Program
 from autopart.ir.run.sync_option import ALL_REDUCE, MethodParameters
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.expert_axes import Stacks, check_expert_axes, mixtures
-from autopart.passes.choose.solve.layout_pins import data_axis_pins, near_names, pinned_layouts, solve_pinned
+from autopart.passes.choose.solve.layout_pins import data_axis_pins, pinned_layouts, solve_pinned
 from autopart.passes.choose.solve.pairwise_solver import NoSolution
 from autopart.passes.choose.solve.shard_axis import Choice, ForbiddenConversion, Sharding, ShardingProblem
 from autopart.passes.choose.solve.sharding_costs import (

@@ -9,7 +9,6 @@ single pins and pairs of pins are tried. The error also names the weight, operat
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections import defaultdict
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from torch import fx
 
+from autopart.common.names import near_names
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.atoms import BATCH, DATA_DIM, Atom
 from autopart.ir.decisions import Strategy
@@ -346,12 +346,6 @@ class _Names:
 def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
     """Return the error for a user's pin that matches nothing. The error lists similar names."""
     return OptionError(f"the pin {asked} matches nothing in the model", where=where, hint=near_names(near, names))
-
-
-def near_names(name: str, names: Iterable[str]) -> str:
-    """Return the names, as patterns, that are most similar to an unknown name."""
-    patterns = list(dict.fromkeys(map(pattern_of, names)))
-    return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
