@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend, recursively_apply
 
 from autopart.errors import UsageError
 from autopart.integrations.sharded_checkpoint import load_sharded, save_sharded
+from autopart.runtime.checkpoint.saved_shard import contains_shards
 from autopart.runtime.gradients.no_sync import sharded_error
 from autopart.runtime.module import ParallelModule
 
@@ -170,6 +172,31 @@ class PartitionedAccelerator(Accelerator):
         """Return the full state dict, on every rank. A collective call."""
         return model.full_state_dict() if model is self.partitioned else super().get_state_dict(model, unwrap)
 
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save an object on the first process. Raises UsageError if it has shards of a partitioned model."""
+        if contains_shards(obj):
+            raise UsageError(
+                "accelerator.save() of a partitioned model's state_dict() would write one rank's shards",
+                why="state_dict() has the shards of this rank",
+                hint="accelerator.save(accelerator.get_state_dict(model), path), with get_state_dict on every rank; "
+                "accelerator.save_state(folder) to resume",
+            )
+        super().save(obj, f, safe_serialization)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Do nothing if every rank loads the global batch.
+
+        Raises UsageError with `local_batch=True`, because ranks must pass equally many samples.
+        """
+        if self.num_processes > 1:
+            raise UsageError(
+                "join_uneven_inputs() does not work with local_batch=True",
+                why="all ranks compute one global batch, so they must pass equally many samples",
+                hint="leave it out: the last batch is filled up; or parallelize(...) without local_batch=True",
+            )
+        yield
+
     def save_model(self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", **kwargs: Any) -> None:
         """Write the weights as safetensors files. Every rank must call it."""
         if model is not self.partitioned:
@@ -251,6 +278,7 @@ def adopt(accelerator: Accelerator, module: ParallelModule) -> None:
         PartitionedAccelerator if kind is Accelerator else type(kind.__name__, (PartitionedAccelerator, kind), {})
     )
     accelerator.partitioned = module
+    module._process.averages_losses = True
     accelerator.scaler, accelerator.native_amp = None, False  # `step` casts and scales
 
 
@@ -303,6 +331,17 @@ def connect() -> None:
     """Make `Accelerator.prepare` and `prepare_model` accept a partitioned model."""
     for name in ("prepare", "prepare_model"):
         _adopt_first(name)
+    original = LocalSGD.__init__
+
+    @functools.wraps(original)
+    def initialise(self: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(model, ParallelModule):
+            raise UsageError("LocalSGD does not work with a partitioned model",
+                             why="it averages parameters over all ranks, and ranks store different shards",
+                             hint="parallelize(..., dp_sync='local:8')")  # fmt: skip
+        original(self, accelerator, model, *args, **kwargs)
+
+    LocalSGD.__init__ = initialise
 
 
 def _adopt_first(name: str) -> None:

@@ -143,7 +143,9 @@ class AutopartStrategy(DDPStrategy):
 
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(self.root_device)
-        return parallelize(model, self._mesh, example_args=args, example_kwargs=kwargs, **self._options)
+        module = parallelize(model, self._mesh, example_args=args, example_kwargs=kwargs, **self._options)
+        module._process.averages_losses = True
+        return module
 
     def _localize_metrics(self) -> None:
         """Make torchmetrics reduce over data ranks only, so that ranks with equal samples count once."""

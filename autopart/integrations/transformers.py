@@ -125,9 +125,11 @@ class PartitionedTrainer(Trainer):
     def get_tp_size(self: Any) -> int:
         """Return the number of processes that Trainer treats as one, because they have a common loss.
 
-        The loss is global, so all processes of the accelerator count.
+        The model's loss is global, so all processes of the accelerator count. With `local_batch=True`, a loss that the
+        trainer computes from outputs is that of this data rank.
         """
-        return self.accelerator.num_processes
+        is_local = self.compute_loss_func is not None or self.label_smoother is not None
+        return 1 if is_local else self.accelerator.num_processes
 
     def _get_num_items_in_batch(self: Any, batch_samples: list, device: torch.device) -> Any:
         """Return the number of labels in the global batch."""
@@ -135,7 +137,7 @@ class PartitionedTrainer(Trainer):
         num_shards = self.accelerator.num_processes
         if num_items is None or num_shards == 1 or not self.args.average_tokens_across_devices:
             return num_items
-        return torch.round(num_items * num_shards)  # Trainer has divided the sum by `get_tp_size()`
+        return torch.round(num_items * self.get_tp_size())  # Trainer has divided the sum by `get_tp_size()`
 
     # --- training and evaluation ---------------------------------------------------------------------------------
 

@@ -78,7 +78,8 @@ class LocalBatch:
             return list(outputs)
         kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
         groups = [self.process.groups[axis] for axis in self.axes]
-        return as_loss_terms(outputs, [kinds[position] for position in range(len(outputs))], groups)
+        weight = 1 / self.process.mesh.data_parallel_size if self.process.averages_losses else 1.0
+        return as_loss_terms(outputs, [kinds[position] for position in range(len(outputs))], groups, weight)
 
     def _gathered(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if not parts:

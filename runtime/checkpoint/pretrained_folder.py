@@ -24,6 +24,7 @@ from autopart.compat.torch_function_internals import local_values
 from autopart.errors import CheckpointError, UsageError
 from autopart.ir.program import Program
 from autopart.ir.sharding import local_shard_of
+from autopart.runtime.checkpoint.saved_shard import contains_shards
 from autopart.runtime.comm.process_mesh import Process, is_on_any_rank
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watchdog import meeting
@@ -105,7 +106,7 @@ class PretrainedFolderMethods:
     @meeting
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "5GB", tokenizer: Any = None,
-        is_main_process: bool = True, save_function: Any = None, state_dict: None = None, **options: Any,
+        is_main_process: bool = True, save_function: Any = None, state_dict: Mapping[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """Write a folder that `from_pretrained` loads on one device.
 
@@ -116,26 +117,31 @@ class PretrainedFolderMethods:
             max_shard_size: largest size of a file: bytes, or a text such as "5GB". A tensor is never divided.
             tokenizer: tokenizer or processor to save in the folder.
             is_main_process, save_function: accepted for scripts of accelerate, and not used.
-            state_dict: must be None.
-        Raises UsageError for other options, OptionError if `max_shard_size` is no size, and CheckpointError on every
+            state_dict: full tensors, such as `pm.full_state_dict()`, that the first rank writes in place of the model's.
+        Raises UsageError for shards and other options, OptionError if `max_shard_size` is no size, and CheckpointError on every
         rank if one rank cannot write.
 
         Example:
             pm.save_pretrained("tuned")  # on every rank
             model = AutoModelForCausalLM.from_pretrained("tuned")  # in one process
         """
-        if state_dict is not None or options:
-            name = "state_dict" if state_dict is not None else next(iter(options))
-            raise UsageError(f"save_pretrained({name}=...) does not work for a partitioned model",
+        if options:
+            raise UsageError(f"save_pretrained({next(iter(options))}=...) does not work for a partitioned model",
                              why="every rank writes the tensors that it gathers from all ranks",
                              hint="pm.full_state_dict(), and save_pretrained of the unpartitioned model")  # fmt: skip
+        if state_dict is not None:
+            self._check_given(state_dict)
         program = self._traced("save_pretrained()")
         self._replicas.check_before("save_pretrained", program, self._local_parameters)
         folder = Path(save_directory)
         model: Any = self._source.model
         with self._raised_on_every_rank(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(model, "peft_config"):
+        if state_dict is not None:
+            with self._raised_on_every_rank(folder):
+                if self._process.rank == 0:
+                    save_given(model, state_dict, folder, max_shard_size)
+        elif hasattr(model, "peft_config"):
             trained = [name for name in program.parameters if model.get_parameter(name).requires_grad]
             values = self._gathered(program, trained)
             with self._raised_on_every_rank(folder):
@@ -147,6 +153,17 @@ class PretrainedFolderMethods:
         with self._raised_on_every_rank(folder):
             if self._process.rank == 0 and tokenizer is not None:
                 tokenizer.save_pretrained(str(folder))
+
+    def _check_given(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise UsageError on every rank if `save_pretrained(state_dict=...)` got shards."""
+        if is_on_any_rank(contains_shards(state_dict), self._process):
+            raise UsageError("save_pretrained(state_dict=...) needs full tensors",
+                             why="pm.state_dict() has the shards of this rank",
+                             hint="state_dict=pm.full_state_dict(), or leave state_dict= out")  # fmt: skip
+        if not hasattr(self._source.model, "save_pretrained"):
+            raise UsageError("save_pretrained(state_dict=...) needs a model that has this method",
+                             why=f"{type(self._source.model).__name__} has no save_pretrained",
+                             hint="leave state_dict= out")  # fmt: skip
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load weights from a folder of safetensors files. Each rank reads only its shards.
@@ -238,6 +255,13 @@ class PretrainedFolderMethods:
             raise CheckpointError(f"cannot write to {folder}", why=str(problem) or type(problem).__name__) from problem
         if has_failed:
             raise CheckpointError(f"cannot write to {folder}", why="another rank failed; it has the reason")
+
+
+def save_given(model: Any, state_dict: Mapping[str, Any], folder: Path, max_shard_size: int | str) -> None:
+    """Write a folder of the original model with the values of `state_dict`, as the library of the model does."""
+    values = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in state_dict.items()}
+    extra = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {"max_shard_size": max_shard_size}
+    model.save_pretrained(str(folder), state_dict=values, **extra)
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -20,6 +20,7 @@ from autopart.compat.torch_internals import (
     WITHOUT_TORCH_FUNCTION,
     empty_wrapper,
     operator_name,
+    tree_leaves,
     tree_map,
 )
 from autopart.errors import CheckpointError
@@ -268,3 +269,8 @@ def _reduce_for_process(shard: ShardTensor) -> Any:
 
 ForkingPickler.register(ShardTensor, _reduce_for_process)
 """Keeps the shard offsets when a shard is sent to a background process that saves a checkpoint."""
+
+
+def contains_shards(state: Any) -> bool:
+    """Return True if a state dict, or another tree of values, has shards of a partitioned model."""
+    return any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(state))

@@ -54,6 +54,7 @@ class Process:
     host_group: HostGroup | None = None  # None if the mesh has one rank
     serial: int = field(default_factory=itertools.count().__next__)  # counts processes in order of creation
     step_scale: float | None = None  # `loss_scale` of the last `step`; None after a forward
+    averages_losses: bool = False  # losses of local samples: the total is their mean over data ranks, not their sum
     skipped_steps: int = 0  # number of steps that `on_nonfinite="skip"` has dropped
     stop_requested: bool = False  # True if some rank had received SIGTERM before the last call
     apart: tuple[str, ...] = ()  # axes over which replicas may differ (`dp_sync`)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trainer_cases as cases
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
@@ -103,6 +104,59 @@ def test_state_on_another_mesh(saved_on, resumed_on, tmp_path):
     expected = expected_of_one_process()
     for case, saved, resumed in ((saved_on, str(tmp_path), None), (resumed_on, None, str(tmp_path))):
         dist.run_ranks(run, 2, case.split()[0], MESHES[case], expected, saved, resumed, timeout_s=TIMEOUT_S)
+
+
+def loop_with_own_loss(model, rows):
+    """A loss outside of the model: with `local_batch=True` it is the mean over the rank's samples, as in DDP."""
+    cases.forget_processes()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    columns = [{name: item[name] for name in ("input_ids", "labels")} for item in cases.Tokens(16)]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(columns, rows))
+    history = []
+    for step, batch in enumerate(loader):
+        outputs = model(**batch)
+        loss = outputs.logits.square().mean()
+        if step % 2:  # the model's loss is that of the global batch on every rank
+            outputs.loss *= 0.5
+            loss = loss + outputs.loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((float(accelerator.reduce(loss.detach(), "mean")), float(norm)))
+    return history, accelerator, model
+
+
+def run_with_own_loss(expected, folder):
+    options = {"zero": 3, "local_batch": True}
+    pm = autopart.parallelize(cases.gpt2(), "dp2", example_kwargs=cases.batch(cases.ROWS // 2), **options)
+    history, accelerator, model = loop_with_own_loss(pm, cases.ROWS // 2)
+    assert not differences(history, expected[0])
+    cases.check_weights(pm, expected[1], "own loss")
+    main, save = accelerator.is_main_process, accelerator.save
+    model.save_pretrained(folder, is_main_process=main, save_function=save, state_dict=accelerator.get_state_dict(pm))
+    texts = []
+    for use in (lambda: accelerator.save(pm.state_dict(), f"{folder}/shards.pt"),
+                lambda: accelerator.join_uneven_inputs([model]).__enter__(),
+                lambda: LocalSGD(accelerator, model, 2)):  # fmt: skip
+        with pytest.raises(UsageError) as error:
+            use()
+        texts.append(str(error.value).splitlines()[0])
+    return texts
+
+
+def test_own_loss_of_local_batches(tmp_path):
+    history, _, model = loop_with_own_loss(cases.gpt2(), cases.ROWS)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for texts in dist.run_ranks(run_with_own_loss, 2, (history, weights), str(tmp_path), timeout_s=TIMEOUT_S):
+        assert texts == [
+            "accelerator.save() of a partitioned model's state_dict() would write one rank's shards",
+            "join_uneven_inputs() does not work with local_batch=True",
+            "LocalSGD does not work with a partitioned model",
+        ]
+    saved = cases.DoubleGPT2.from_pretrained(tmp_path).state_dict()
+    assert all(torch.allclose(saved[name], value, rtol=0, atol=1e-10) for name, value in weights.items())
 
 
 def refusals():

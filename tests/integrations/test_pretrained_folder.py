@@ -143,7 +143,9 @@ def save_plain(base):
     Path(base, "file").touch()
     for use in (
         lambda: pm.save_pretrained(f"{base}/file"),
+        lambda: pm.save_pretrained(f"{base}/plain", state_dict=pm.state_dict()),
         lambda: pm.save_pretrained(f"{base}/plain", state_dict={}),
+        lambda: pm.save_pretrained(f"{base}/plain", variant="fp16"),
         lambda: pm.save_pretrained(f"{base}/plain", max_shard_size="many"),
         lambda: pm.load_pretrained(f"{base}/none"),
     ):
@@ -162,7 +164,9 @@ def test_a_model_of_torch_alone(tmp_path):
     (full, texts), _ = dist.run_ranks(save_plain, 2, str(tmp_path), timeout_s=TIMEOUT_S)
     assert texts == [
         (CheckpointError, "cannot write to ./file"),
-        (UsageError, "save_pretrained(state_dict=...) does not work for a partitioned model"),
+        (UsageError, "save_pretrained(state_dict=...) needs full tensors"),
+        (UsageError, "save_pretrained(state_dict=...) needs a model that has this method"),
+        (UsageError, "save_pretrained(variant=...) does not work for a partitioned model"),
         (OptionError, "max_shard_size='many' is not a size"),
         (CheckpointError, "there is no checkpoint at ./none"),
     ]

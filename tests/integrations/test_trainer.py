@@ -147,7 +147,13 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def summed_loss(outputs, labels, num_items_in_batch):
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
 FEATURES = {
+    "loss function": ({}, {"compute_loss_func": summed_loss}, Trainer),
     "label smoothing": ({"label_smoothing_factor": 0.1}, {}, Trainer),
     "own loss": ({}, {}, OwnLoss),
     "callbacks": ({}, {"callbacks": [Counts()]}, Trainer),
@@ -160,18 +166,18 @@ FEATURES = {
 }  # fmt: skip
 
 
-def feature(name, model, folder, num_data_ranks=1):
+def feature(name, model, folder, num_data_ranks=1, **more):
     arguments, options, kind = FEATURES[name]
     rows = cases.ROWS * num_data_ranks
     sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
-    return cases.trainer(model, folder, kind, copy.deepcopy(options), **{**arguments, **sizes})
+    return cases.trainer(model, folder, kind, copy.deepcopy(options), **{**arguments, **sizes, **more})
 
 
-def train_with_feature(name, mesh, expected, folder):
+def train_with_feature(name, mesh, expected, folder, local_batch=False, **more):
     log, weights = expected
     cases.forget_processes()
-    pm = cases.partitioned(mesh)
-    made = feature(name, pm, folder)
+    pm = cases.partitioned(mesh, local_batch=local_batch)
+    made = feature(name, pm, folder, **more)
     wrong = cases.differences(cases.trained(made), log)
     assert not wrong, (mesh, name, wrong)
     cases.check_weights(pm, weights, f"{mesh} {name}")
@@ -187,6 +193,16 @@ def test_features_of_the_trainer(name, mesh, tmp_path):
     made = feature(name, cases.gpt2(), tmp_path / "plain", autopart.Mesh.parse(mesh).data_parallel_size)
     expected = cases.trained(made), copy.deepcopy(made.model.state_dict())
     dist.run_ranks(train_with_feature, 2, name, mesh, expected, str(tmp_path / mesh), timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["own loss", "loss function"])
+def test_own_loss_of_local_batches(name, tmp_path):
+    cases.forget_processes()
+    more = {"eval_strategy": "no"}
+    made = feature(name, cases.gpt2(), tmp_path / "plain", 2, **more)
+    expected = cases.trained(made), copy.deepcopy(made.model.state_dict())
+    dist.run_ranks(train_with_feature, 2, name, "dp2", expected, str(tmp_path), True, timeout_s=TIMEOUT_S, **more)
 
 
 def with_adafactor(model, folder, num_data_ranks=1):
