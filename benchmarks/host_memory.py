@@ -5,6 +5,9 @@ Safetensors of about 2 GB are written, tensor by tensor. Fresh processes then pa
 The bounds are the shards plus the largest tensor. The memory of Python and torch is measured on a small model first,
 and subtracted.
 
+`saved` measures `pm.save_pretrained`: the memory in addition to the shards, and the time. `1-saved` is the
+`save_pretrained` of transformers on one process.
+
     python benchmarks/host_memory.py [--quick] [--json] [--only 2-folder ...]
 """
 
@@ -35,6 +38,8 @@ RUNS = {
     if weights != "loaded" or mesh == "tp2"
 }  # fmt: skip
 """With four ranks that each hold all of it, a small machine runs out of memory."""
+SAVED = {"1-saved": (1, "", "saved"), **{f"4-{mesh}-saved": (4, mesh, "saved") for mesh in ("dp2,tp2", "pp2,tp2")}}
+RUNS |= SAVED
 
 
 def main() -> None:
@@ -120,14 +125,25 @@ def rank_main(rank: int, ranks: int, mesh: str, weights: str, folder: str, sizes
     partition(mesh, "init", folder, SMALL)  # imports, and what torch keeps of every trace
     gc.collect()
     before_bytes = status("VmRSS")
+    module = None
+    if weights == "saved":
+        module = partition(mesh, "folder", folder, sizes)
+        for parameter in module.parameters():
+            parameter.detach().mul_(1.0)  # transformers maps the files, and reads a page when it is used
+        gc.collect()
+        before_bytes = status("VmRSS")
+        dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     start_s = time.perf_counter()
-    module = partition(mesh, weights, folder, sizes)
+    if module is None:
+        module = partition(mesh, weights, folder, sizes)
+    else:
+        module.save_pretrained(f"{place}/saved")
     row = {
         "rank": rank,
         "seconds": time.perf_counter() - start_s,
         "peak_bytes": status("VmHWM") - before_bytes,
-        "shard_bytes": sum(p.numel() * p.itemsize for p in module.parameters()),
+        "shard_bytes": sum(local.numel() * local.itemsize for local in map(local_of, module.parameters())),
     }
     (Path(place) / f"rank{rank}.json").write_text(json.dumps(row))
     dist.barrier()
@@ -138,6 +154,10 @@ def partition(mesh: str, weights: str, folder: str, sizes: dict[str, int]) -> An
     import autopart
 
     torch.manual_seed(0)
+    if not mesh:
+        from transformers import LlamaForCausalLM
+
+        return LlamaForCausalLM(config_of(sizes)) if weights == "init" else LlamaForCausalLM.from_pretrained(folder)
     ids = torch.zeros(4, 16, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     zero = {"zero": 3} if "dp" in mesh else {}
@@ -148,6 +168,12 @@ def partition(mesh: str, weights: str, folder: str, sizes: dict[str, int]) -> An
 
     model = LlamaForCausalLM.from_pretrained(folder)
     return autopart.parallelize(model, mesh, example_kwargs=batch, **zero)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard. `numel()` of a sharded parameter is that of the full tensor."""
+    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local
 
 
 def status(name: str) -> int:

@@ -58,7 +58,9 @@ def as_loss_terms(
 
 class _Terms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup], weight: float, *outputs: Tensor) -> Any:
+    def forward(
+        ctx: Any, kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup], weight: float, *outputs: Tensor
+    ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.kinds, ctx.groups, ctx.weight = kinds, groups, weight
         # A view cannot be modified in place, and users scale losses in place.

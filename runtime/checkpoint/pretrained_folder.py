@@ -106,7 +106,8 @@ class PretrainedFolderMethods:
     @meeting
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "5GB", tokenizer: Any = None,
-        is_main_process: bool = True, save_function: Any = None, state_dict: Mapping[str, Any] | None = None, **options: Any,
+        is_main_process: bool = True, save_function: Any = None, state_dict: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         """Write a folder that `from_pretrained` loads on one device.
 
@@ -117,9 +118,9 @@ class PretrainedFolderMethods:
             max_shard_size: largest size of a file: bytes, or a text such as "5GB". A tensor is never divided.
             tokenizer: tokenizer or processor to save in the folder.
             is_main_process, save_function: accepted for scripts of accelerate, and not used.
-            state_dict: full tensors, such as `pm.full_state_dict()`, that the first rank writes in place of the model's.
-        Raises UsageError for shards and other options, OptionError if `max_shard_size` is no size, and CheckpointError on every
-        rank if one rank cannot write.
+            state_dict: full tensors, such as `pm.full_state_dict()`. The first rank writes them, not the model's.
+        Raises UsageError for shards and other options, OptionError if `max_shard_size` is no size, and CheckpointError
+        on every rank if one rank cannot write.
 
         Example:
             pm.save_pretrained("tuned")  # on every rank
@@ -258,7 +259,7 @@ class PretrainedFolderMethods:
 
 
 def save_given(model: Any, state_dict: Mapping[str, Any], folder: Path, max_shard_size: int | str) -> None:
-    """Write a folder of the original model with the values of `state_dict`, as the library of the model does."""
+    """Write the values of `state_dict` by the `save_pretrained` of the original model."""
     values = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in state_dict.items()}
     extra = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {"max_shard_size": max_shard_size}
     model.save_pretrained(str(folder), state_dict=values, **extra)
