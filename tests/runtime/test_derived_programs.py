@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
+from fractions import Fraction
 from unittest import mock
 
 import dist
@@ -265,6 +266,27 @@ def half_of(length, share=0.5):
     return share * (length - 1)
 
 
+class CustomFloat(float):
+    pass
+
+
+class Halves:
+    def __init__(self):
+        self.table = {"half": 0.5}
+
+    def method(self):
+        return 0.5
+
+    @property
+    def computed(self):
+        return 0.5
+
+
+def one_half():
+    return 0.5
+
+
+HALVES = Halves()
 UNRECORDED = {
     "float times size": lambda x, n: 0.5 * n > 15,
     "attribute times size": lambda x, n: np.pi * x.shape[1] > 100,
@@ -272,6 +294,16 @@ UNRECORDED = {
     "assigned back": lambda x, n: (n := 0.25 * n) > 7.5,
     "in a function": lambda x, n: half_of(n) > 15,
     "a call of float": lambda x, n: float("0.5") * n > 15,
+    "a function times size": lambda x, n: int(one_half() * n) % 2 == 0,
+    "a method times size": lambda x, n: int(HALVES.method() * n) % 2 == 0,
+    "a property times size": lambda x, n: int(HALVES.computed * n) % 2 == 0,
+    "element times size": lambda x, n: int(HALVES.table["half"] * n) % 2 == 0,
+    "a choice times size": lambda x, n: int((n and 0.5) * n) % 2 == 0,
+    "a maximum times size": lambda x, n: int(max(0.5, 0.25) * n) % 2 == 0,
+    "float times element": lambda x, n: int(0.5 * list(x.shape)[1]) % 2 == 0,
+    "a fraction times size": lambda x, n: int(Fraction(1, 2) * n) % 2 == 0,
+    "size times a fraction": lambda x, n: int(n * Fraction(1, 2)) % 2 == 0,
+    "size times a custom float": lambda x, n: int(n * CustomFloat(0.5)) % 2 == 0,
     "numel of the shape": lambda x, n: x.shape.numel() > 8 * 30 * 4,
     "numel of the size": lambda x, n: x.size().numel() > 8 * 30 * 4,
     "key of a dict": lambda x, n: not {25: True}.get(n, False),

@@ -92,6 +92,7 @@ class RecordedReads:
         self.changed: set[tuple[int, str]] = set()
         self._values: dict[tuple[int, str], Hashable] = {}
         self._holders: dict[int, Any] = {}
+        self._returned: dict[int, dict[int, Any]] = {}
         self._watched: dict[int, WatchedCode] = {}
 
     def on_call(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
@@ -102,11 +103,13 @@ class RecordedReads:
             is_users = is_watched(frame.f_globals.get("__name__"))
             watched = WatchedCode(code, names_in(code), spots_of(code)) if is_users else WatchedCode(code, (), {})
             self._watched[id(code)] = watched
+        returns = self.sizes is not None and frame.f_back is not None and id(frame.f_back) in self._returned
         watches_sizes = self.sizes is not None and bool(watched.spots)
-        if not watched.names and not watches_sizes:
+        if not watched.names and not watches_sizes and not returns:
             return None
         frame.f_trace_lines = False
         if watches_sizes:
+            self._returned[id(frame)] = {}
             frame.f_trace_opcodes = True
             if sys.version_info >= (3, 12):  # opcode events begin when the trace function is set again
                 sys.settrace(sys.gettrace())
@@ -119,11 +122,14 @@ class RecordedReads:
         if event == "opcode":
             spot = watched.spots.get(frame.f_lasti)
             if spot is not None and self.sizes is not None:
-                check_operation(frame, spot, self.sizes)
+                check_operation(frame, spot, self.sizes, self._returned[id(frame)])
         elif event == "return":
-            if self.sizes is not None:  # again: Python 3.13 may have sent no opcode events
+            returned = self._returned.pop(id(frame), {})
+            if self.sizes is not None and sys.version_info >= (3, 13):  # which may have sent no opcode events
                 for spot in watched.spots.values():
-                    check_operation(frame, spot, self.sizes)
+                    check_operation(frame, spot, self.sizes, returned)
+            if id(frame.f_back) in self._returned:
+                self._returned[id(frame.f_back)][frame.f_back.f_lasti] = argument
             self._read(frame, watched.names)
         return self._on_event
 

@@ -9,7 +9,9 @@ and conversions to integers, such as `math.ceil(length / 16)`.
 from __future__ import annotations
 
 import builtins
+import decimal
 import math
+import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -250,16 +252,26 @@ def _linear(name: str, left: Any, right: Any) -> Any:
 
 
 def _with_symbol(name: str, *operands: Any) -> Any:
-    """Return the result of an operation on a size and a symbol of torch.
+    """Return the result of an operation on a size and a symbol of torch, else NotImplemented.
 
-    Records that the size must be equal in all calls.
+    Records that the size must be equal in all calls, unless the other operand is a tensor.
     """
-    if not any(isinstance(one, (torch.SymInt, torch.SymFloat)) for one in operands):
+    others = [one for one in operands if not isinstance(one, (TracedSize, TracedFloat))]
+    is_never_equal = name in ("eq", "ne") and not any(map(is_unrecorded_number, others))
+    if any(isinstance(one, torch.Tensor) for one in others) or is_never_equal:
         return NotImplemented
     for one in operands:
         if isinstance(one, (TracedSize, TracedFloat)):
             one.conditions.record_equal(one)
+    if not any(isinstance(one, (torch.SymInt, torch.SymFloat)) for one in operands):
+        return NotImplemented
     return _function(name)(*map(_plain, operands))
+
+
+def is_unrecorded_number(value: Any) -> bool:
+    """Return True for a number, such as 0.5, that calls no method of a size as its right operand."""
+    is_number = isinstance(value, (numbers.Number, decimal.Decimal, numpy.generic, torch.SymInt, torch.SymFloat))
+    return is_number and not isinstance(value, (int, TracedFloat))
 
 
 def _to_int(value: Any) -> int:

@@ -1,8 +1,11 @@
-"""Operations that a `TracedSize` cannot record: `0.5 * length`, `0.5 < length`, `x.shape.numel()`.
+"""Operations that a `TracedSize` cannot record: `0.5 * length`, `scale() < length`, `x.shape.numel()`.
 
 Python calls no method of an int that is the right operand of a float, and `torch.Size` has no subclasses. So during a
 trace, the bytecode of the user's functions is watched for such operations. If one of them has a size as its operand,
 the size must be equal in all calls, so that no program for another size is derived from the trace.
+
+The left operand counts as a float unless it is known to be a tensor, an int or a size. Its value is read from the
+frame's variables, from attributes and containers, and from what Python functions return.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from autopart.tracing.python.size_conditions import SizeConditions, TracedFloat, TracedSize
+from autopart.tracing.python.size_conditions import SizeConditions, TracedFloat, TracedSize, is_unrecorded_number
 
 _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
@@ -28,28 +31,37 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
 _UNCHANGED = frozenset({"CACHE", "RESUME", "PRECALL", "NOP", "EXTENDED_ARG", "MAKE_CELL", "COPY_FREE_VARS", "KW_NAMES"})
 _OF_INTEGERS = frozenset({"ceil", "floor", "trunc", "gcd", "lcm", "isqrt", "prod", "comb", "perm", "factorial"})
 """Functions of `math` that may return an int."""
+_INTEGER_FUNCTIONS = (len, int, ord, hash, id, bool)
+_FUNCTIONS_OF_NUMBERS = (max, min, sum, abs, round, pow)
+"""Functions that return a float only if an argument is one."""
 _UNKNOWN = object()
+
+Returned = Mapping[int, Any]
+"""{offset in a frame's bytecode: value that a Python function, called there, returned}."""
 
 
 class StackEntry(NamedTuple):
     """Expression on the stack of the bytecode.
 
-    `kind`: const, local, global, attribute, item, binary or call.
+    `kind`: const, local, global, attribute, item, binary or call. `span`: offsets of its last instruction and of the
+    next one.
     """
 
     kind: str
     name: Any = None
     parts: tuple[StackEntry | None, ...] = ()
+    span: tuple[int, int] = (0, 0)
 
 
 class Spot(NamedTuple):
-    """An instruction to watch: an operation with two operands.
+    """An instruction to watch: an operation with two operands, or `numel()` of the shape of `right`.
 
-    `left` is None for `numel()` of the shape of `right`.
+    `left` is None if the operand is unknown.
     """
 
     left: StackEntry | None
     right: StackEntry
+    is_numel: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,7 +69,7 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
     """Return {offset of an instruction: operation to watch}.
 
     The operation is `x.shape.numel()`, or may have a float as its left operand and a size as its right operand. The
-    bytecode's stack is simulated between jump targets. Operations on operands from before a jump target are left out.
+    bytecode's stack is simulated between jump targets. Operands from before a jump target are unknown.
     """
     spots: dict[int, Spot] = {}
     stack: list[StackEntry | None] = []
@@ -68,8 +80,10 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
         del stack[len(stack) - (count - missing) :]
         return popped
 
-    for instruction in dis.get_instructions(code):
-        name, value = instruction.opname, instruction.argval
+    instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    ends = [one.offset for one in instructions[1:]] + [len(code.co_code)]
+    for instruction, end in zip(instructions, ends, strict=True):
+        name, value, span = instruction.opname, instruction.argval, (instruction.offset, end)
         if instruction.is_jump_target:
             stack.clear()
         if name in _UNCHANGED:
@@ -87,23 +101,22 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             (base,) = pop(1)
             if value == "numel" and base is not None and (tensor := _of_shape(base)) is not None:
-                spots[instruction.offset] = Spot(None, tensor)
+                spots[instruction.offset] = Spot(None, tensor, True)
             stack += [None] * (name == "LOAD_METHOD" or "NULL" in instruction.argrepr)
-            stack.append(StackEntry("attribute", value, (base,)))
+            stack.append(StackEntry("attribute", value, (base,), span))
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
-            base, _ = pop(2)
-            stack.append(StackEntry("item", None, (base,)))
+            stack.append(StackEntry("item", None, tuple(pop(2)), span))
         elif name in ("BINARY_OP", "COMPARE_OP"):
             left, right = pop(2)
-            if left is not None and right is not None and right.kind != "const":
+            if right is not None and right.kind != "const":
                 spots[instruction.offset] = Spot(left, right)
             symbol = instruction.argrepr.rstrip("=") if name == "BINARY_OP" else ""
-            stack.append(StackEntry("binary", symbol, (left, right)))
+            stack.append(StackEntry("binary", symbol, (left, right), span))
         elif name == "CALL":
             _, *arguments = pop((instruction.arg or 0) + 1)
             if stack and stack[-1] is None:
                 stack.pop()
-            stack.append(StackEntry("call", None, (_, *arguments)))
+            stack.append(StackEntry("call", None, (_, *arguments), span))
         elif name == "PUSH_NULL":  # since Python 3.13, after the callable
             stack.insert(max(0, len(stack) - (sys.version_info >= (3, 13))), None)
         elif name in ("SWAP", "COPY"):
@@ -123,61 +136,140 @@ def _of_shape(operand: StackEntry) -> StackEntry | None:
     return operand.parts[0] if (operand.kind, operand.name) == ("attribute", "shape") else None
 
 
-def check_operation(frame: FrameType, spot: Spot, conditions: SizeConditions) -> None:
-    """Record sizes that are operands of the next operation: they must be equal in all calls."""
-    if spot.left is None:
-        tensor = _value_of(spot.right, frame)
+def check_operation(frame: FrameType, spot: Spot, conditions: SizeConditions, returned: Returned) -> None:
+    """Record sizes that are operands of the next operation: they must be equal in all calls.
+
+    Args:
+        frame: the frame that runs the operation.
+        spot: the operation.
+        conditions: the record.
+        returned: values that Python functions returned to the frame.
+    """
+    operands = _Operands(frame, returned)
+    if spot.is_numel:
+        tensor = operands.value(spot.right)
         if isinstance(tensor, torch.Tensor) and all(type(size) is int for size in tensor.shape):
             conditions.record_equal(math.prod(tensor.shape))
         return
-    left = _value_of(spot.left, frame)
-    if isinstance(left, float) and not isinstance(left, TracedFloat):
-        for size in _sizes_in(spot.right, frame):
+    sizes = list(operands.sizes(spot.right))
+    if sizes and operands.may_be_float(spot.left):
+        for size in sizes:
             conditions.record_equal(size)
 
 
-def _value_of(operand: StackEntry | None, frame: FrameType) -> Any:
-    """Return the value of an expression of names, attributes and numbers; `_UNKNOWN` for others."""
-    if operand is None:
-        return _UNKNOWN
-    if operand.kind == "const":
-        return operand.name
-    if operand.kind == "local":
-        return frame.f_locals.get(operand.name, _UNKNOWN)
-    if operand.kind == "global":
-        return frame.f_globals.get(operand.name, getattr(builtins, operand.name, _UNKNOWN))
-    values = [_value_of(part, frame) for part in operand.parts[:2]]
-    if operand.kind == "attribute" and values[0] is not _UNKNOWN:
-        own = getattr(values[0], "__dict__", {})
-        return own.get(operand.name, getattr(type(values[0]), operand.name, _UNKNOWN))
-    if operand.kind == "call" and _returns_float(values[0]) and not any(True for _ in _sizes_in(operand, frame)):
-        return 0.5  # any float: only its type matters
-    if operand.kind == "binary" and all(type(value) in (int, float) for value in values):
-        try:
-            return _OPERATORS[operand.name](*values)
-        except (KeyError, ArithmeticError):
+class _Operands(NamedTuple):
+    """Values and types of the expressions on a frame's stack."""
+
+    frame: FrameType
+    returned: Returned
+
+    def value(self, operand: StackEntry | None) -> Any:
+        """Return the value of an expression; `_UNKNOWN` if it cannot be read without side effects."""
+        if operand is None:
             return _UNKNOWN
-    return _UNKNOWN
+        if operand.kind == "const":
+            return operand.name
+        if operand.kind == "local":
+            return self.frame.f_locals.get(operand.name, _UNKNOWN)
+        if operand.kind == "global":
+            return self.frame.f_globals.get(operand.name, getattr(builtins, operand.name, _UNKNOWN))
+        values = [self.value(part) for part in operand.parts[:2]]
+        if operand.kind == "call" and _is_builtin(values[0]):
+            has_sizes = any(True for part in operand.parts for _ in self.sizes(part))
+            return 0.5 if _returns_float(values[0]) and not has_sizes else _UNKNOWN  # any float: only its type matters
+        first, end = operand.span
+        for offset, value in self.returned.items():
+            if first <= offset < end:
+                return value
+        if operand.kind == "attribute" and values[0] is not _UNKNOWN:
+            return _attribute(values[0], operand.name)
+        if operand.kind == "item" and type(values[0]) in (list, tuple, dict, torch.Size):
+            try:
+                return values[0][values[1]]
+            except (LookupError, TypeError):
+                return _UNKNOWN
+        if operand.kind == "binary" and all(type(value) in (int, float) for value in values):
+            try:
+                return _OPERATORS[operand.name](*values)
+            except (KeyError, ArithmeticError):
+                return _UNKNOWN
+        return _UNKNOWN
+
+    def may_be_float(self, operand: StackEntry | None) -> bool:
+        """Return False if an expression is known to be a tensor, an int or a `TracedFloat`."""
+        if operand is None:
+            return True
+        value = self.value(operand)
+        if value is not _UNKNOWN:
+            return is_unrecorded_number(value)
+        if self.is_tensor(operand):
+            return False
+        if operand.kind == "binary":
+            are_traced = [isinstance(self.value(part), (TracedSize, TracedFloat)) for part in operand.parts]
+            return not any(are_traced) and any(map(self.may_be_float, operand.parts))
+        if operand.kind == "call":
+            function = self.value(operand.parts[0])
+            if any(function is one for one in _FUNCTIONS_OF_NUMBERS):
+                return any(map(self.may_be_float, operand.parts[1:]))
+            return not any(function is one for one in _INTEGER_FUNCTIONS)
+        return True
+
+    def is_tensor(self, operand: StackEntry | None) -> bool:
+        """Return True if an expression is a tensor, or calls a torch function or a module."""
+        if operand is None:
+            return False
+        value = self.value(operand)
+        if value is not _UNKNOWN:
+            return isinstance(value, torch.Tensor)
+        if operand.kind == "call" and operand.parts[0] is not None:
+            function = self.value(operand.parts[0])
+            return isinstance(function, torch.nn.Module) or self._is_of_torch(operand.parts[0])
+        if operand.kind in ("attribute", "item"):
+            return self.is_tensor(operand.parts[0])
+        return operand.kind == "binary" and any(map(self.is_tensor, operand.parts))
+
+    def _is_of_torch(self, function: StackEntry) -> bool:
+        """Return True for a function of torch, such as `F.relu`, or a method of a tensor."""
+        module = getattr(self.value(function), "__module__", None)
+        if str(module).partition(".")[0] == "torch":
+            return True
+        if function.kind != "attribute" or function.parts[0] is None:
+            return False
+        holder = self.value(function.parts[0])
+        return self.is_tensor(function.parts[0]) or getattr(holder, "__name__", "").partition(".")[0] == "torch"
+
+    def sizes(self, operand: StackEntry | None) -> Iterator[int | float]:
+        """Yield the sizes from which an expression is computed."""
+        if operand is None:
+            return
+        value = self.value(operand)
+        if isinstance(value, (TracedSize, TracedFloat)):
+            yield value
+            return
+        tensor = self.value(_of_shape(operand))
+        if isinstance(tensor, torch.Tensor):
+            yield from (size for size in tensor.shape if isinstance(size, int))
+        elif operand.kind in ("binary", "call", "item") and value is _UNKNOWN:
+            for part in operand.parts:
+                yield from self.sizes(part)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """Return an attribute that can be read without running Python code; else `_UNKNOWN`."""
+    own = getattr(holder, "__dict__", {})
+    tables = ("_parameters", "_buffers", "_modules") if isinstance(holder, torch.nn.Module) else ()
+    for table in (own, *(own.get(key, {}) for key in tables)):
+        if name in table:
+            return table[name]
+    found = getattr(type(holder), name, _UNKNOWN)
+    is_computed = hasattr(type(found), "__get__") and not callable(found)
+    return _UNKNOWN if is_computed else found
+
+
+def _is_builtin(function: Any) -> bool:
+    return isinstance(function, (type, BuiltinFunctionType))
 
 
 def _returns_float(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     return function is float or (getattr(function, "__module__", "") == "math" and name not in _OF_INTEGERS)
-
-
-def _sizes_in(operand: StackEntry | None, frame: FrameType) -> Iterator[int | float]:
-    """Yield the sizes from which an expression is computed."""
-    if operand is None:
-        return
-    if operand.kind in ("local", "attribute"):
-        value = _value_of(operand, frame)
-        if isinstance(value, (TracedSize, TracedFloat)):
-            yield value
-        return
-    shape = operand.parts[0] if operand.kind == "item" else operand  # `x.shape[1]`, or `x.size(1)`
-    tensor = _value_of(None if shape is None else _of_shape(shape), frame)
-    if isinstance(tensor, torch.Tensor):
-        yield from (size for size in tensor.shape if isinstance(size, int))
-    if operand.kind in ("binary", "call"):
-        for part in operand.parts:
-            yield from _sizes_in(part, frame)
