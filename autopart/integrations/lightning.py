@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -116,7 +116,7 @@ class AutopartStrategy(DDPStrategy):
             )
 
     def _check_callbacks(self, trainer: Any) -> None:
-        averaging = [one for one in trainer.callbacks if isinstance(one, StochasticWeightAveraging)]
+        averaging = [one for one in trainer.callbacks if isinstance(one, (StochasticWeightAveraging, WeightAveraging))]
         if averaging and self._mesh.size("pp") > 1:
             raise UsageError(
                 f"{type(averaging[0]).__name__} does not work on a mesh with pp",

@@ -262,6 +262,7 @@ def refusals(folder):
         (Uncalled, "tp2", {}, {}), (OwnLoss, "pp2", {}, {}),
         (Language, "tp2", {"precision": "fp16"}, {"precision": "bf16-mixed"}),
         (Language, "pp2", {}, {"callbacks": [L.callbacks.StochasticWeightAveraging(1e-3)]}),
+        (Language, "pp2", {}, {"callbacks": [L.callbacks.EMAWeightAveraging()]}),
     ):  # fmt: skip
         made = trainer(folder, devices=2, strategy=strategy.AutopartStrategy(mesh, **options), max_epochs=1, **steps)
         with pytest.raises(UsageError) as error:
@@ -282,6 +283,7 @@ def test_refused_uses(tmp_path):
         assert texts[2].splitlines()[0] == (
             "Trainer(precision='bf16-mixed') and AutopartStrategy(precision='fp16') differ"
         )
+        assert texts[4].splitlines()[0] == "EMAWeightAveraging does not work on a mesh with pp"
         assert texts[3] == (
             """StochasticWeightAveraging does not work on a mesh with pp
   why    it averages a copy of the model, and each stage has other parameters
