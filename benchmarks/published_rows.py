@@ -1,7 +1,7 @@
 """Predict published training runs, one row each, through `autopart.plan` and `autopart.simulate`.
 
     python benchmarks/published_rows.py [--rows FILE ...] [--sources NAME ...] [--plans FOLDER]
-                                        [--whole N] [--spread FILE] [--list] [--quick] [--json]
+                                        [--whole N] [--spread FILE] [--ranking] [--list] [--quick] [--json]
 
 **Which rows may be fitted.** A row may be used to choose a constant only if `may_fit` is true: the SHA-256 of its
 source, model and settings (not of its measurement), taken as a number, is a multiple of 4. That is a quarter of the
@@ -14,6 +14,9 @@ which a user predicts them: `hardware=`, `system=` and the options of `autopart.
 One plan is made for each model and size of `tp`, with two samples per microbatch. `plan.cost.variant` predicts the plan
 on the other meshes, microbatches and ZeRO stages. `--whole N` also makes N complete plans, and prints how far they are
 from these predictions.
+
+A row without seconds is a run that crashed. `--ranking` compares the order of predictions with the order of
+measurements, and the predicted memory of crashed rows with that of rows that ran.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autopart
+from autopart.cost.hardware.profile import Hardware
 from autopart.cost.systems.host_time import LIMITS
 from autopart.cost.systems.likely_range import kind_of_plan
 from autopart.cost.systems.system import System
@@ -48,7 +53,7 @@ FITTED_OF = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A published run: its settings, the measured seconds of a step, and GB of a rank (0: not published).
+    """A published run: its settings, the measured seconds of a step (0: crashed), and GB of a rank (0: not published).
 
     Args:
         microbatch: samples of a microbatch on a rank.
@@ -81,6 +86,11 @@ class Row:
     @property
     def nodes(self) -> int:
         return math.ceil(self.gpus / 8)
+
+    @property
+    def cell(self) -> tuple[str, str, int]:
+        """Source, model and GPUs: rows of one cell are alternatives of each other."""
+        return self.source, self.model, self.gpus
 
     @property
     def mesh(self) -> Mesh:
@@ -157,13 +167,22 @@ class Plans:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row with its prediction."""
+    """A row with its prediction.
+
+    Args:
+        share: seconds of the fastest row of the cell, divided by those of this row; 0 if the row crashed.
+    """
 
     row: Row
     step_s: float
     memory_gb: float
     parts_s: Mapping[str, float]
-    best: bool
+    share: float
+
+    @property
+    def best(self) -> bool:
+        """True if the row reaches half of the best of its cell."""
+        return self.share >= 0.5
 
     @cached_property
     def error(self) -> float:
@@ -188,17 +207,109 @@ def predict_rows(rows: Iterable[Row], plans: Plans) -> list[Predicted]:
     rows = list(rows)
     fastest: dict[tuple[str, str, int], float] = {}
     for row in rows:
-        cell = row.source, row.model, row.gpus
-        fastest[cell] = min(fastest.get(cell, math.inf), row.step_s)
+        if row.step_s:
+            fastest[row.cell] = min(fastest.get(row.cell, math.inf), row.step_s)
     systems = {name: System.load(source["system"]) if "system" in source else None for name, source in SOURCES.items()}
     found = []
     for row in rows:
         plan = plans.of(row)
         samples = row.dp * row.microbatch * row.microbatches
         figures = plan.cost.variant(row.mesh, row.schedule, row.zero, samples, systems[row.source])
-        best = row.step_s <= 2 * fastest[row.source, row.model, row.gpus]
-        found.append(Predicted(row, figures.step_time_s, figures.memory_bytes / 1e9, figures.parts_s, best))
+        share = fastest[row.cell] / row.step_s if row.step_s else 0.0
+        found.append(Predicted(row, figures.step_time_s, figures.memory_bytes / 1e9, figures.parts_s, share))
     return found
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Order of the predictions of one cell.
+
+    Args:
+        rows: number of rows that reach a quarter of the best.
+        tau: Kendall's rank correlation of predicted and measured seconds of these rows; 1: same order, 0: no relation.
+        gap: how much longer the row with the shortest prediction took than the fastest row, of all rows that ran.
+        choice: the same row by predictions alone: of all rows that are predicted to fit, crashed ones included. Its
+            gap is infinite if the row crashed, and None if no row is predicted to fit.
+    """
+
+    rows: int
+    tau: float
+    gap: float
+    choice: float | None
+
+
+def rank(found: Iterable[Predicted], memory_gb: Mapping[str, float]) -> dict[tuple[str, str, int], Ranking]:
+    """Return the ranking of each cell that has at least three rows that reach a quarter of the best.
+
+    Args:
+        memory_gb: {source: GB of a device}.
+    """
+    cells: dict[tuple[str, str, int], list[Predicted]] = {}
+    for one in found:
+        cells.setdefault(one.row.cell, []).append(one)
+    rankings = {}
+    for cell, rows in sorted(cells.items()):
+        near = [one for one in rows if one.share >= 0.25]
+        fitting = [one for one in rows if one.memory_gb <= memory_gb[one.row.source]]
+        if len(near) >= 3:
+            shortest = min((one for one in rows if one.share), key=lambda one: one.step_s)
+            chosen = min(fitting, key=lambda one: one.step_s, default=None)
+            rankings[cell] = Ranking(len(near), kendall([(one.step_s, one.row.step_s) for one in near]),
+                                     _gap(shortest), None if chosen is None else _gap(chosen))  # fmt: skip
+    return rankings
+
+
+def _gap(one: Predicted) -> float:
+    return 1 / one.share - 1 if one.share else math.inf
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return Kendall's tau of pairs of numbers: (concordant - discordant) / all pairs of pairs.
+
+    >>> kendall([(1, 10), (2, 20), (3, 30)]), kendall([(1, 30), (2, 20), (3, 10)])
+    (1.0, -1.0)
+    """
+    signs = [(a - c) * (b - d) for (a, b), (c, d) in combinations(pairs, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+
+
+def separation(lower: Sequence[float], upper: Sequence[float]) -> float:
+    """Return the area under the ROC curve: the probability that a number of `upper` exceeds one of `lower`.
+
+    >>> separation([1, 2], [2, 3])
+    0.875
+    """
+    wins = sum((high > low) + 0.5 * (high == low) for low in lower for high in upper)
+    return wins / (len(lower) * len(upper))
+
+
+def print_ranking(found: Sequence[Predicted]) -> dict[str, Any]:
+    """Print the ranking of each cell, and return the totals by source."""
+    memory_gb = {name: Hardware.load(source["hardware"]).memory_bytes / 1e9 for name, source in SOURCES.items()}
+    rankings = rank(found, memory_gb)
+    print(f"{'cell':<44}{'rows':>5}{'tau':>8}{'gap':>8}{'choice':>9}")
+    for (source, model, gpus), one in rankings.items():
+        choice = "none" if one.choice is None else "crashed" if math.isinf(one.choice) else f"{one.choice:.1%}"
+        print(f"{f'{source}, {model}, {gpus} GPUs':<44}{one.rows:>5}{one.tau:>8.2f}{one.gap:>8.1%}{choice:>9}")
+    totals = {}
+    for source in dict.fromkeys(one.row.source for one in found):
+        cells = [one for (name, _, _), one in rankings.items() if name == source]
+        ran, crashed = ([one.memory_gb for one in found if one.row.source == source and bool(one.share) == known]
+                        for known in (True, False))  # fmt: skip
+        if cells:
+            taus = sorted(one.tau for one in cells)
+            totals[source] = {
+                "cells": len(cells), "tau": sum(taus) / len(taus), "lowest_tau": taus[0],
+                "within_5_percent": sum(one.gap <= 0.05 for one in cells),
+                "choices_within_5_percent": sum(one.choice is not None and one.choice <= 0.05 for one in cells),
+                "crashed": len(crashed), "auc": separation(ran, crashed) if crashed else None,
+            }  # fmt: skip
+            print(f"{source}: " + ", ".join(f"{name} {_short(value)}" for name, value in totals[source].items()))
+    return totals
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
 
 
 def spread(found: Sequence[Predicted]) -> dict[str, Any]:
@@ -209,7 +320,7 @@ def spread(found: Sequence[Predicted]) -> dict[str, Any]:
     """
     ratios: dict[str, list[float]] = {}
     for one in found:
-        if not one.row.may_fit and (one.best or one.row.source != "ultrascale"):
+        if one.share and not one.row.may_fit and (one.best or one.row.source != "ultrascale"):
             waits = one.parts_s.get("host", 0.0) > LIMITS * one.step_s
             kind = kind_of_plan(one.row.mesh.num_ranks, one.row.pp, waits)
             ratios.setdefault(kind, []).append(one.row.step_s / one.step_s)
@@ -221,7 +332,7 @@ def summary(found: Sequence[Predicted]) -> dict[str, dict[str, Any]]:
     """Return {group: errors of the step times, as mean, median, 90th percentile, signed mean and number of rows}."""
     groups: dict[str, list[float]] = {}
     for one in found:
-        for group in one.groups:
+        for group in one.groups if one.share else ():
             kind = "may be fitted" if one.row.may_fit else "not fitted"
             groups.setdefault(f"{one.row.source}, {group}, {kind}", []).append(one.error)
     return {name: statistics_of(errors) for name, errors in sorted(groups.items())}
@@ -243,7 +354,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the rows that share the first row's plan")
     parser.add_argument("--whole", type=int, default=0, metavar="N", help="make complete plans of N rows as well")
     parser.add_argument("--spread", type=Path, help="write the errors by kind of plan to this JSON file")
-    parser.add_argument("--list", action="store_true", help="print every row")
+    parser.add_argument("--ranking", action="store_true", help="compare the order of predictions and measurements")
+    parser.add_argument("--list", action="store_true", help="print every row that ran")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     rows = [row for path in arguments.rows for row in read_rows(path) if row.source in arguments.sources]
@@ -254,12 +366,12 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         plans = Plans(folder)
         found = predict_rows(rows, plans)
-        for one in [one for one in found if not one.row.may_fit][: arguments.whole]:
+        for one in [one for one in found if one.share and not one.row.may_fit][: arguments.whole]:
             print(f"{one.row.name}: {plans.whole(one.row) / one.step_s - 1:+.2%} from a complete plan")
     if arguments.spread:
         arguments.spread.write_text(json.dumps(spread(found), indent=2) + "\n")
     if arguments.list:
-        for one in found:
+        for one in (one for one in found if one.share):
             print(f"{one.row.gpus:>4} {one.row.name:<44}{one.row.step_s:>10.4g}{one.step_s:>10.4g}{one.error:>8.1%}")
     groups = summary(found)
     print(f"{'group':<64}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'signed':>8}")
@@ -267,8 +379,9 @@ def main() -> None:
         print(
             f"{name:<64}{one['rows']:>5}{one['mean']:>8.1%}{one['median']:>8.1%}{one['p90']:>8.1%}{one['signed']:>+8.1%}"
         )
+    ranking = print_ranking(found) if arguments.ranking else {}
     if arguments.json:
-        print(json.dumps({"benchmark": "published_rows", "groups": groups}))
+        print(json.dumps({"benchmark": "published_rows", "groups": groups, "ranking": ranking}))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class CostNotes(NamedTuple):
             operands. "each": one kernel per operand. "handed on": no kernel; an addition passes its output gradient on.
             "part": a slice copies its gradient into zeros. "parts": a split concatenates gradients. "repeated": an
             `expand` sums its gradient.
+        passes: values that the kernels of the operator read or write, forward and backward, per value of its first
+            operand, in eager torch. (0, 0): as the shapes of inputs, outputs and saved tensors say.
         keeps_sign: the backward needs only the sign of the input, for which a compiler saves one byte per element.
     """
 
@@ -51,6 +53,7 @@ class CostNotes(NamedTuple):
     counts_attended: bool = False
     joins: Literal["", "remade", "copied", "drawn"] = ""
     gradients: Literal["together", "each", "handed on", "part", "parts", "repeated"] = "together"
+    passes: tuple[int, int] = (0, 0)
     keeps_sign: bool = False
 
     @property

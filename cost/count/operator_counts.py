@@ -246,13 +246,20 @@ class _Counter:
         flops = _flops(node)
         if flops:
             return self._product(node, flops, Size.sum((*sizes, written)), read, of_weights)
-        size_in = written if cost_notes(node).looks_up else Size.sum(sizes)
+        notes = cost_notes(node)
+        size_in = written if notes.looks_up else Size.sum(sizes)
         forward = (Work("other", size_in + written, in_order=self._in_order(node)),)
+        several = any(notes.passes) and not self.fuses  # the operator runs several kernels
+        if several:
+            forward = (Work("other", sizes[0] * notes.passes[0] + written),)
         if not alive:
             return OperatorWork(node, forward)
-        kept = Size.sum(self.growth.of_memory(memory) for memory in set(self.walk.keeps.get(node, ())))
+        unread = set(memories(read[0], lasting=True)) if notes.looks_up else set()  # only its shape is used
+        kept = Size.sum(self.growth.of_memory(memory) for memory in set(self.walk.keeps.get(node, ())) - unread)
         grads = [(weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)]
         backward = self._backward(node, written, kept, [size for _, size in grads])
+        if several:
+            backward = (Work("other", sizes[0] * notes.passes[1] + written),)
         return (
             OperatorWork(node, forward, (), backward)
             if all(w for w, _ in grads)

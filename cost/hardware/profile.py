@@ -58,6 +58,8 @@ class Hardware:
             for operands of matrix products. Empty: `memory_efficiency`.
         optimizer_efficiency: share of `memory_bytes_per_s` that the parameter update reaches.
         collectives: {kind of collective: {link field: its value for these collectives}}.
+        rates_by_nodes: {kind of collective: points (nodes, bus bandwidth in bytes/s per rank)} of collectives between
+            nodes, if measured. They include what links share and lose if many nodes communicate.
         host_operator_s: seconds of the CPU to issue one kernel of eager PyTorch, with its share of autograd; 0: the CPU
             is not counted.
         host_compiled_s: seconds of the CPU to issue one kernel of a compiled graph.
@@ -85,6 +87,7 @@ class Hardware:
     in_order_efficiency: tuple[tuple[float, float], ...] = ()
     optimizer_efficiency: float = 1.0
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
+    rates_by_nodes: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     host_operator_s: float = 0.0
     host_compiled_s: float = 0.0
     host_collective_s: float = 0.0
@@ -222,6 +225,14 @@ class Hardware:
         rates = [of_kind.get(name, getattr(self, name)) for name in LINK_NUMBERS]
         return rates[0], rates[1], rates[2], rates[3]
 
+    def rate_between_nodes(self, kind: str, nodes: int) -> float | None:
+        """Return the measured bus bandwidth of a collective over nodes in bytes/s per rank, or None.
+
+        Between measured numbers of nodes, it is linear in the logarithm of the number. Beyond them, it is constant.
+        """
+        points = self.rates_by_nodes.get(kind)
+        return None if points is None or nodes == 1 else _share(points, nodes)
+
     def half_depth(self, kind: str, dtype: str = "") -> float:
         """Return the inner dim of a product (or head width of attention) at which its rate is half.
 
@@ -288,6 +299,8 @@ def _share(points: tuple[tuple[float, float], ...], amount: float) -> float:
     return points[-1][1]
 
 
+BY_NODES = "bytes_per_s_by_nodes"
+"""Key of a profile's `rates_by_nodes` in its entry for a kind of collective."""
 LINK_NUMBERS = ("link_bytes_per_s", "link_latency_s", "node_link_bytes_per_s", "node_link_latency_s")
 USUAL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -300,7 +313,7 @@ def names() -> list[str]:
 OPTIONAL = (
     "memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "matmul_unaligned",
     "attention_half_width", "causal_block", "overlap", "in_order_efficiency", "optimizer_efficiency",
-    "host_operator_s", "host_compiled_s", "host_collective_s",
+    "host_operator_s", "host_compiled_s", "host_collective_s", "rates_by_nodes",
 )  # fmt: skip
 """Fields that a profile may omit."""
 
@@ -356,19 +369,35 @@ class _File:
                 values[name] = self._curve(name, "bytes", data[name], math.inf)
         if "collectives" in data:
             values["collectives"] = self._collectives(data["collectives"])
+            values["rates_by_nodes"] = {
+                kind: self._rates_by_nodes(kind, row[BY_NODES])
+                for kind, row in data["collectives"].items()
+                if BY_NODES in row
+            }
         return Hardware(**values)
 
     def _collectives(self, entry: Any) -> dict[str, dict[str, float]]:
         rows = entry if isinstance(entry, dict) else {"": entry}
         for kind, row in rows.items():
-            if not isinstance(row, dict) or not row.keys() <= set(LINK_NUMBERS):
+            if not isinstance(row, dict) or not row.keys() <= {*LINK_NUMBERS, BY_NODES}:
                 raise self._error(
-                    f"has invalid link rates for collectives {kind!r}", f"valid fields are {', '.join(LINK_NUMBERS)}"
+                    f"has invalid link rates for collectives {kind!r}",
+                    f"valid fields are {', '.join((*LINK_NUMBERS, BY_NODES))}",
                 )
         return {
-            kind: {name: self._number(f"{name} of {kind}", number) for name, number in row.items()}
+            kind: {name: self._number(f"{name} of {kind}", number) for name, number in row.items() if name != BY_NODES}
             for kind, row in rows.items()
         }
+
+    def _rates_by_nodes(self, kind: str, entry: Any) -> tuple[tuple[float, float], ...]:
+        """Return the points (nodes, bytes/s) of a collective."""
+        value = self._value(f"{BY_NODES} of {kind}", entry)
+        if not isinstance(value, list) or not value or not all(map(_is_point, value)):
+            raise self._error(f"has {BY_NODES} of {kind} = {value!r}", "it is not a list of points [nodes, B/s]")
+        points = tuple((float(nodes), float(rate)) for nodes, rate in value)
+        if any(rate <= 0 for _, rate in points) or any(b <= a for (a, _), (b, _) in pairwise([(0, 0), *points])):
+            raise self._error(f"has {BY_NODES} of {kind} = {value!r}", "nodes must rise, and rates be above zero")
+        return points
 
     def _value(self, name: str, entry: Any) -> Any:
         """Return the value of an entry, which must also have a unit and a source."""

@@ -65,6 +65,10 @@ _TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "ma
 _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}
 
 
+_ROUNDS = {"all_reduce": 2}
+"""Rounds of a collective through its ring, if not one."""
+
+
 @lru_cache(maxsize=10_000)
 def levels(num_ranks: int, devices_per_node: int, stride: int = 1) -> tuple[int, int]:
     """Return (g, k): the ranks of a group in each node, and the number of nodes.
@@ -86,7 +90,10 @@ def levels(num_ranks: int, devices_per_node: int, stride: int = 1) -> tuple[int,
 def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, stride: int = 1) -> float:
     """Return the seconds of one collective over a full array of `size_bytes` bytes.
 
-    Local operations and groups of one rank take 0 seconds.
+    Local operations and groups of one rank take 0 seconds. If the profile has measured rates between nodes, they
+    replace the bandwidths of links. Then a round of the ring has the latency of its k - 1 hops between nodes, as in
+    NCCL's model (src/graph/tuning.cc); measured rates include hops inside of nodes. All ranks of a node are assumed to
+    share its links to other nodes, as in the measurement.
 
     Args:
         kind: name of the collective, as in `PARTS`.
@@ -95,6 +102,11 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
     if kind not in _TIME or num_ranks == 1:
         return 0.0
     inside, nodes = levels(num_ranks, hardware.devices_per_node, stride)
+    rate = hardware.rate_between_nodes(kind, nodes)
+    if rate is not None:
+        _, _, _, node_latency_s = hardware.links(kind)
+        hops_s = _ROUNDS.get(kind, 1) * (nodes - 1) * node_latency_s
+        return hops_s + wire_bytes(kind, num_ranks, size_bytes) / rate
     return float(_TIME[kind](inside, nodes, size_bytes, *hardware.links(kind)))
 
 

@@ -63,7 +63,8 @@ class RunSetting:
         hidden = None if system.overlap_gradients is None else float(system.overlap_gradients)
         scatters = self.scatter_sends if system.scatter_sends is None else system.scatter_sends
         return replace(self, system=system, hidden_sums=hidden, fused_sums=system.fused_sums, scatter_sends=scatters,
-                       overlap_sends=system.overlap_sends)  # fmt: skip
+                       overlap_sends=system.overlap_sends,
+                       receives_held=None if system.allocates_receives else 1)  # fmt: skip
 
     @property
     def b(self) -> float:
@@ -74,6 +75,11 @@ class RunSetting:
     def bucket_bytes(self) -> float:
         """Bytes of a bucket of gradients or parameters that one collective reduces or gathers."""
         return BUCKET_BYTES if self.system.bucket_bytes is None else self.system.bucket_bytes
+
+    @property
+    def gathers_again(self) -> str:
+        """Axis whose all-gathers the backward repeats, instead of saving their results; "" if it saves them."""
+        return self.mesh.tensor_axis if self.system.recompute_gathers else ""
 
     def shown_share(self, axis: str, kind: str) -> float:
         """Return the share of a collective's seconds that does not overlap with compute.

@@ -237,6 +237,10 @@ def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> t
                      for row in table.rows])  # fmt: skip
     sent = sent[table.positions] / mesh.tensor_parallel_size
     cost = load_per_byte(loads, table.dtype, mesh, hardware)
+    if setting.system.fills_stages:
+        filled = filled_stages(loads, _block_starts(table, sent), num_stages)
+        if filled is not None:
+            return filled
     partition = balance(loads, sent, num_stages, send_cost=cost)
     if partition is None:
         raise StageError(
@@ -244,6 +248,45 @@ def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> t
             why="it has too few operators at which a stage can begin",
         )
     return partition.cuts
+
+
+def _block_starts(table: Table, sent: np.ndarray) -> list[int]:
+    """Return the index of the first operator of each block but the first.
+
+    A module outside of blocks, such as a head, is a block too. Between the parameters of two blocks, the second block
+    starts at the operator before which the fewest bytes are sent.
+
+    Args:
+        sent: for each operator, the bytes that a stage boundary before it sends.
+    """
+    starts, before, last = list[int](), None, 0
+    for i, (row, path, number) in enumerate(table.order):
+        if names := table.rows[row].parameters or table.rows[row].reads_also:
+            block = (path, number) if path else names
+            if before not in (None, block):
+                starts.append(max(range(last + 1, i + 1), key=lambda j: (-sent[j], j)))
+            before, last = block, i
+    return [start for start in starts if math.isfinite(sent[start])]
+
+
+def filled_stages(loads: np.ndarray, starts: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
+    """Return the boundaries of stages that are filled with blocks in order.
+
+    A stage ends with the block with which the load of all blocks so far exceeds the share of the stages so far. So
+    early stages may have a block more than later ones. Returns None if there are too few blocks.
+
+    Args:
+        loads: load of every operator, in order.
+        starts: index of the first operator of each block but the first.
+
+    >>> filled_stages(np.ones(5), range(1, 5), 4)
+    (2, 3, 4)
+    """
+    total, cuts = np.cumsum(loads), list[int]()
+    for start in starts:
+        if len(cuts) < num_stages - 1 and total[start - 1] > total[-1] * (len(cuts) + 1) / num_stages:
+            cuts.append(start)
+    return tuple(cuts) if len(cuts) == num_stages - 1 else None
 
 
 def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:

@@ -207,10 +207,9 @@ class TableCost:
     @cached_property
     def row_bytes(self) -> RowBytes:
         """Arrays of shape [rows] with the bytes of each row of the cost table."""
-        rows = self.table.rows
-        sizes = ([float((getattr(row, name) or NOTHING).at(self.times_of(row))) for row in rows]
-                 for name in RowBytes._fields)  # fmt: skip
-        return RowBytes(*map(np.array, sizes))
+        rows, again, ranks = self.table.rows, self.setting.gathers_again, self.mesh.size(self.mesh.tensor_axis)
+        gathered = [sum(float(work.size.at(self.times_of(row))) for work in row.gathers(again)) for row in rows]
+        return RowBytes.of_rows(rows, self.times_of).without(np.array(gathered), ranks)
 
     @cached_property
     def stages(self) -> list[range]:
@@ -335,6 +334,7 @@ class TableCost:
         ZeRO's collectives and casts of parameters are included.
         """
         yield from row.works.items()
+        yield "input_backward", row.gathers(self.setting.gathers_again)
         zero = self.setting.zero
         for name in row.parameters:
             parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self.zero_axis(name)
@@ -473,16 +473,19 @@ class TableCost:
             stored_there = [known for known in parameters.values() if self.zero_axis(known) == axis]
             ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
             if self.setting.zero == 1:
-                scattered = sum(self.summed_bytes(known) for known in stored_there
-                                if self.is_cut(known) and not self.is_sent_whole(known))  # fmt: skip
-                seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter", self.setting.bucket_bytes)
-            gathered = sum(map(self.whole_bytes, stored_there))
-            gathers_s += gradient_sum_s(gathered, ranks, self.hardware, "all_gather", self.setting.bucket_bytes)
+                scattered = [self.summed_bytes(known) for known in stored_there
+                             if self.is_cut(known) and not self.is_sent_whole(known)]  # fmt: skip
+                seconds += self._zero_s(scattered, ranks, "reduce_scatter")
+            gathers_s += self._zero_s([self.whole_bytes(known) for known in stored_there], ranks, "all_gather")
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
         row = {"gradient_sum_s": seconds, **update_row(self, parameters, copied)}
         row |= {"gather_s": gathers_s} if gathers_s else {}
         row |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) if name.endswith("_s") else taken for name, taken in row.items()}
+
+    def _zero_s(self, sizes: Sequence[float], ranks: Sequence[tuple[str, int, int]], kind: str) -> float:
+        messages = sizes if self.setting.system.zero_by_parameter else [sum(sizes)]
+        return sum(gradient_sum_s(size, ranks, self.hardware, kind, self.setting.bucket_bytes) for size in messages)
 
     @property
     def versions(self) -> int:

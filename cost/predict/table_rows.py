@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,6 +116,12 @@ class OperatorRow:
     kept_later: Size = NOTHING
     once: bool = False
 
+    def gathers(self, axis: str) -> tuple[Work, ...]:
+        """Return the forward's all-gathers over a mesh axis, if the operator has a backward."""
+        if not {"input_backward", "weight_backward"} & self.works.keys():
+            return ()
+        return tuple(work for work in self.works.get("forward", ()) if (work.kind, work.axis) == ("all_gather", axis))
+
     @property
     def temporary(self) -> Size:
         """The larger of the operator's memory in forward and in backward."""
@@ -135,9 +141,26 @@ class RowBytes(NamedTuple):
     delayed: np.ndarray
     recomputed: np.ndarray
 
+    @staticmethod
+    def of_rows(rows: Sequence[OperatorRow], times_of: Callable[[OperatorRow], Sizes]) -> RowBytes:
+        """Return the arrays of rows. `times_of` returns the sizes of a setting for a row."""
+        sizes = ([float((getattr(row, name) or NOTHING).at(times_of(row))) for row in rows]
+                 for name in RowBytes._fields)  # fmt: skip
+        return RowBytes(*map(np.array, sizes))
+
     def of(self, positions: np.ndarray) -> RowBytes:
         """Return the arrays for selected operators. `positions` has the index of each operator's row."""
         return RowBytes(*(sizes[positions] for sizes in self))
+
+    def without(self, gathered: np.ndarray, ranks: int) -> RowBytes:
+        """Return the arrays if gathered values are not saved, but gathered again from a shard in the backward.
+
+        Args:
+            gathered: bytes of these values.
+            ranks: number of ranks over which they are gathered.
+        """
+        saved = self.kept - gathered * (1 - 1 / ranks)
+        return self._replace(kept=saved, in_backward=self.in_backward + gathered)
 
 
 class FullTotals(NamedTuple):

@@ -32,9 +32,14 @@ class System:
         overlap_gradients: True if gradients are reduced during the last backward.
         overlap_tensor: share of the seconds of all-gathers and reduce-scatters over `tp` that overlaps with matrix
             products.
+        recompute_gathers: True if the backward gathers the inputs of products over `tp` again, instead of saving them.
         bucket_bytes: bytes of gradients or parameters that one collective reduces or gathers.
+        zero_by_parameter: True if ZeRO 1 reduces the gradient, and gathers the weights, of each parameter by itself.
+        fills_stages: True if a stage gets blocks until the FLOPs of all blocks so far exceed the share of the stages so
+            far. False: stages are balanced. It applies if the plan has another number of stages.
         scatter_sends: True if `tp` ranks send shards of replicated values to the next stage.
         overlap_sends: True if sends between stages overlap with compute.
+        allocates_receives: True if a step allocates receive buffers of all microbatches, as torch's pipelining does.
         optimizer_values: number of float32 values that the update of the weights reads or writes per parameter, with
             clipping and casts; 7 for AdamW alone.
         host_waits: True if the CPU waits for each receive of a pipeline before it issues the next operators.
@@ -51,9 +56,13 @@ class System:
     fused_sums: bool = False
     overlap_gradients: bool | None = None
     overlap_tensor: float = 0.0
+    recompute_gathers: bool = False
     bucket_bytes: float | None = None
+    zero_by_parameter: bool = False
+    fills_stages: bool = False
     scatter_sends: bool | None = None
     overlap_sends: bool | None = None
+    allocates_receives: bool = True
     optimizer_values: float = OPTIMIZER_TRAFFIC
     host_waits: bool = False
     host_operator_s: float | None = None

@@ -41,6 +41,12 @@ _REMADE = CostNotes(joins="remade")
 
 Elementwise operators and views have this cost too (`get_default_op_list` in torch/_functorch/partitioners.py).
 """
+_CROSS_ENTROPY = CostNotes(joins="remade", passes=(2, 4))
+"""Cross entropy runs log_softmax, which reads the logits and writes as many values, and a lookup per token.
+
+Its backward writes zeros for the gradient of the lookup. log_softmax's backward reads that gradient and its own output,
+and writes the gradient of the logits.
+"""
 _ARITHMETIC = CostNotes(gradients="each")
 
 
@@ -79,7 +85,7 @@ RULES: dict[str, Rule] = {
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=has_unscaled_gradients,
         local=embedding_rules.embedding, cost=CostNotes(looks_up=True)),
     "aten::cross_entropy_loss": Rule("n c ..., n ... -> n ...", lookup="c", all_reduces=3, when=of_class_indices,
-        local=embedding_rules.cross_entropy, has_reduction=True, cost=_REMADE, otherwise=(
+        local=embedding_rules.cross_entropy, has_reduction=True, cost=_CROSS_ENTROPY, otherwise=(
         Rule("n c ..., n ..., c -> n ...", whole="c", when=of_class_indices),
         Rule("n c ..., n c ... -> n ...", whole="c", when=of_class_probabilities, also=(
             "n c ..., n c ..., c -> n ...",)))),
@@ -208,7 +214,7 @@ RULES: dict[str, Rule] = {
     **_rows("arange clone expand_as flatten full glu nll_loss ones repeat type_as zeros",
         Rule(cost=_REMADE)),
     "autopart::cast": Rule(cost=_REMADE),
-    "autopart::pick_class": Rule(cost=_REMADE),
+    "autopart::pick_class": Rule(cost=CostNotes(looks_up=True, joins="remade")),
     "aten::dropout": Rule(cost=CostNotes(joins="drawn")),
     "autopart::dropout": Rule(cost=CostNotes(joins="drawn")),
     "autopart::attention_dropout": Rule(cost=CostNotes(kind="attention", backward_work=2.5)),

@@ -19,7 +19,7 @@ from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace_model import bind_call
 
 # The links alone: what collectives of one kind were measured to reach need not keep these laws.
-PROFILES = {name: replace(Hardware.load(name), collectives={}) for name in names()}
+PROFILES = {name: replace(Hardware.load(name), collectives={}, rates_by_nodes={}) for name in names()}
 PROFILE_FOLDER = Path(profile.__file__).parent / "profiles"
 RING = {
     "all_reduce": lambda n, size, rate, latency: 2 * (n - 1) * latency + 2 * (n - 1) / n * size / rate,

@@ -14,6 +14,7 @@ from autopart.cost.hardware import profile
 from autopart.cost.hardware.profile import DEFAULT, OPTIONAL, Hardware, names
 from autopart.cost.predict.collective_costs import time_s
 from autopart.cost.predict.operator_work import Exponents, Size, Work, optimizer_s
+from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
 
 OWN = {path.stem: json.loads(path.read_text()) for path in (Path(profile.__file__).parent / "profiles").iterdir()}
@@ -119,6 +120,37 @@ def test_what_a_profile_may_leave_out():
     assert own.links("send")[1] == 1.0 and own.links("send")[0] == plain.link_bytes_per_s
     assert own.links("all_reduce") == plain.links("all_reduce")
     assert time_s("send", 2, 1e6, own) > 1 > time_s("all_reduce", 2, 1e6, own)
+
+
+def by_nodes(value):
+    """A profile with measured rates of all-reduces between nodes."""
+    entry = {"unit": "", "source": "said"}
+    data = FILES["h100-80gb-sxm"] | {"collectives": {"all_reduce": {"bytes_per_s_by_nodes": {**entry, "value": value}}}}
+    return Hardware.parse(data)
+
+
+def test_a_collective_between_nodes_has_the_rate_that_was_measured():
+    plain, own = PROFILES["h100-80gb-sxm"], by_nodes([[2, 1e9], [8, 3e8]])
+    hop = own.node_link_latency_s
+    assert time_s("all_reduce", 16, 1e8, own) == pytest.approx(2 * hop + 2 * 15 / 16 * 1e8 / 1e9)
+    assert time_s("all_reduce", 4, 1e8, own, stride=8) == pytest.approx(6 * hop + 2 * 3 / 4 * 1e8 / 6.5e8)  # 4 nodes
+    assert time_s("all_reduce", 128, 1e8, own) == pytest.approx(30 * hop + 2 * 127 / 128 * 1e8 / 3e8)  # beyond 8 nodes
+    assert time_s("all_reduce", 8, 1e8, own) == time_s("all_reduce", 8, 1e8, plain)  # inside a node
+    assert time_s("all_gather", 16, 1e8, own) == time_s("all_gather", 16, 1e8, plain)
+
+
+@pytest.mark.parametrize(("value", "why"), [
+    ([], "it is not a list of points [nodes, B/s]"),
+    ([[2, "fast"]], "it is not a list of points [nodes, B/s]"),
+    ([[2, 1e9], [2, 1e8]], "nodes must rise, and rates be above zero"),
+    ([[2, 0]], "nodes must rise, and rates be above zero"),
+])  # fmt: skip
+def test_rates_between_nodes_that_are_none(value, why):
+    with pytest.raises(OptionError) as raised:
+        by_nodes(value)
+    assert str(raised.value).startswith(
+        f"the hardware profile has bytes_per_s_by_nodes of all_reduce = {value!r}\n  why    {why}"
+    )
 
 
 def test_a_product_by_hand():

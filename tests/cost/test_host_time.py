@@ -1,6 +1,7 @@
 """The CPU issues operators ahead of the device: a step takes the longer of the two, and other systems differ."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ from cost_models import gpt, llama, profile
 import autopart
 from autopart.cli.main import main
 from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.run_setting import RunSetting
+from autopart.cost.predict.stage_balance import filled_stages, stage_boundaries
 from autopart.cost.predict.timeline import Durations, timeline
 from autopart.cost.systems.system import System, system_names
 from autopart.errors import OptionError
+from autopart.ir.mesh import Mesh
+from autopart.ir.run.schedules import Schedule
 from autopart.plans.plan import Plan
 
 
@@ -92,6 +97,48 @@ def test_another_system_runs_a_plan(tmp_path):
     plan.save(tmp_path / "plan.json")
     printed = CliRunner().invoke(main, ["simulate", str(tmp_path / "plan.json"), "--system", "nanotron", "--json"])
     assert json.loads(printed.output)["step_time_s"] == other.step_time_s
+
+
+def run_by(tmp_path, plan, **entries):
+    path = tmp_path / "system.json"
+    path.write_text(json.dumps({"name": "mine", "source": "a guess", **entries}))
+    return autopart.simulate(plan, system=str(path))
+
+
+def test_a_system_that_gathers_inputs_again_saves_their_shards(tmp_path):
+    model, batch = llama(torch.float32)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch, hardware="h100-80gb-sxm", sequence_parallel=True)
+    saves, again = (run_by(tmp_path, plan, recompute_gathers=again) for again in (False, True))
+    gathers, more = ({c.kind: c for c in one.collectives}["all_gather"] for one in (saves, again))
+    assert more.count > gathers.count and more.seconds > gathers.seconds
+    assert again.memory[0]["activations"] < saves.memory[0]["activations"]
+
+
+def test_a_system_that_gathers_parameters_one_by_one_waits_for_each(tmp_path):
+    model, batch = llama(torch.float32)
+    plan = autopart.plan(model, "dp2", example_kwargs=batch, hardware="h100-80gb-sxm", zero=1)
+    buckets, single = (run_by(tmp_path, plan, zero_by_parameter=single) for single in (False, True))
+    assert single.parts["parameter gathers"] > 2 * buckets.parts["parameter gathers"]
+
+
+def test_a_system_that_receives_into_one_buffer_needs_less_memory(tmp_path):
+    model, batch = llama(torch.float32)
+    plan = autopart.plan(model, "pp2", example_kwargs=batch, hardware="h100-80gb-sxm", microbatches=4)
+    every, one = (run_by(tmp_path, plan, allocates_receives=every) for every in (True, False))
+    assert one.memory[1]["communication"] < every.memory[1]["communication"]
+    assert one.step_time_s == every.step_time_s
+
+
+def test_a_system_that_fills_stages_gives_early_stages_a_block_more():
+    assert filled_stages([2.0] * 5, range(1, 5), 4) == (2, 3, 4)
+    assert filled_stages([1.0, 9.0], [1], 3) is None
+    model, batch = zoo.llama(num_layers=6)
+    plan = autopart.plan(model, "dp1", example_kwargs=batch)
+    setting = RunSetting(Mesh.parse("pp4"), Schedule("1f1b", 4, 1), 8)
+    system = System("mine", "a guess", fills_stages=True)
+    cuts = stage_boundaries(plan.cost.table, setting.run_by(system), Hardware.load())
+    names = [{number for _, path, number in plan.cost.table.order[a:b] if path} for a, b in pairwise((0, *cuts))]
+    assert names == [{0, 1}, {2, 3}, {4}]  # each starts with a block of its own
 
 
 @pytest.mark.parametrize("name", system_names())

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import published
+import published_rows
 from published import STATES, Run, setting, space
 
 from autopart.cost.predict.table import RunSetting, predict
@@ -75,6 +76,21 @@ def test_scattered_sends_help():
 def test_the_best_microbatch_of_91b_is_two(rows):
     found = {size: throughput(GPT_91B, rows, size, tp=8, pp=8) for size in (1, 2, 4, 8)}
     assert max(found, key=found.__getitem__) == 2
+
+
+def predicted(step_s, measured_s, share, memory_gb=1.0):
+    row = published_rows.Row("ultrascale", "1B", 8, 8, 1, 1, 0, 1, 32, measured_s, 0.0)
+    return published_rows.Predicted(row, step_s, memory_gb, {}, share)
+
+
+def test_a_ranking_of_predictions():
+    rows = [predicted(1.0, 2.0, 0.5), predicted(2.0, 1.0, 1.0), predicted(3.0, 3.0, 1 / 3), predicted(0.1, 9.0, 1 / 9)]
+    crashed = [predicted(0.5, 0.0, 0.0, 90.0), predicted(0.01, 0.0, 0.0, 60.0)]
+    (found,) = published_rows.rank([*rows, *crashed], {"ultrascale": 80.0}).values()
+    assert found.rows == 3 and found.tau == pytest.approx(1 / 3)  # two of three pairs are in order
+    assert found.gap == pytest.approx(8.0)  # the row with the shortest prediction took nine times as long
+    assert found.choice == float("inf")  # it fits by its prediction, and crashed
+    assert published_rows.separation([1.0, 2.0], [2.0, 3.0]) == 0.875
 
 
 @pytest.mark.large

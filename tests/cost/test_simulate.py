@@ -80,6 +80,24 @@ def test_what_the_backward_of_arithmetic_reads_and_writes(tmp_path, function, su
     assert bytes_of(function) - bytes_of(lambda h: h) == pytest.approx(more + summed - 1)
 
 
+def test_cross_entropy_runs_several_kernels(tmp_path):
+    """Beside the sum of the losses: log_softmax reads and writes the logits; its backward writes zeros, reads two, and
+    writes one."""
+    x, labels = torch.randn(4, 8), torch.tensor([1, 2, 3, 4])
+    used = profile(tmp_path, memory_bytes_per_s=1e12)
+
+    def seconds(part, reduces):
+        plan = autopart.plan(Then(reduces), "dp1", example_args=(x,), hardware=used)
+        return plan.timing["stages"][0][part]["other"] * 1e12 / x.nbytes
+
+    def loss(h):
+        return nn.functional.cross_entropy(h, labels, reduction="none")
+
+    few = pytest.approx(0.25, abs=0.1)  # a loss per token is written and read
+    assert seconds("forward", loss) - 2 == few
+    assert seconds("weight_backward", loss) - 4 == few
+
+
 def test_frozen_weights_have_no_backward(tmp_path):
     model, batch = zoo.llama()
     for weight in model.model.parameters():
