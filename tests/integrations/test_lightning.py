@@ -120,6 +120,39 @@ class Adversarial(L.LightningModule):
         return [torch.optim.SGD(module.parameters(), lr=0.1) for module in (self.generator, self.critic)]
 
 
+class TwoOptimizers(Language):
+    """Two optimizers of one model under manual optimization, with accumulation and both ways to clip."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(**batch).loss
+        self.manual_backward(loss / 2)
+        self.seen.append(float(loss))
+        if batch_idx % 2:
+            for optimizer, value, algorithm in zip(self.optimizers(), (0.1, 1e-3), ("norm", "value"), strict=True):
+                self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        return [torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=0.1, momentum=0.9)]
+
+
+class OutsideLoss(Language):
+    """A loss of outputs, which is that of the rank's own samples with `local_batch=True`."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(input_ids=batch["input_ids"]).logits.square().mean()
+        self.log("loss", loss, sync_dist=True)
+        self.seen.append(float(self.all_gather(loss).mean()))
+        return loss
+
+
 def loader(size, rows=cases.ROWS, shuffle=False):
     columns = [{name: item[name] for name in ("input_ids", "labels")} for item in cases.Tokens(size)]
     if rows == cases.ROWS:
@@ -199,6 +232,17 @@ def test_fit_equals_one_process(case, tmp_path):
 def test_other_modules_equal_one_process(kind, mesh, tmp_path):
     expected = one_process(kind, tmp_path, max_epochs=2)
     dist.run_ranks(fit, 2, kind, mesh, {}, {"max_epochs": 2}, expected, str(tmp_path), timeout_s=TIMEOUT_S, init=False)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("kind", "case"), [
+    (TwoOptimizers, "pp2"), (TwoOptimizers, "dp2 zero3"), (OutsideLoss, "dp2 local"),
+])  # fmt: skip
+def test_manual_steps_and_outside_losses(kind, case, tmp_path):
+    steps = {"max_epochs": 2} | ({"shuffle": False, "use_distributed_sampler": False} if "local" in case else {})
+    expected = one_process(kind, tmp_path, **steps)
+    dist.run_ranks(fit, 2, kind, case.split()[0], MESHES[case], steps, expected, str(tmp_path), timeout_s=TIMEOUT_S,
+                   init=False)  # fmt: skip
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
