@@ -1,6 +1,7 @@
 """Programs for new sequence lengths and batch sizes, derived from traced calls with other sizes."""
 
 import copy
+import json
 import math
 from contextlib import nullcontext
 from fractions import Fraction
@@ -304,6 +305,15 @@ UNRECORDED = {
     "a fraction times size": lambda x, n: int(Fraction(1, 2) * n) % 2 == 0,
     "size times a fraction": lambda x, n: int(n * Fraction(1, 2)) % 2 == 0,
     "size times a custom float": lambda x, n: int(n * CustomFloat(0.5)) % 2 == 0,
+    "a comparison times size": lambda x, n: (n > 1) * n // 2 % 2 == 0,
+    "numbers as text": lambda x, n: int(f"{n}") // 2 % 2 == 0,
+    "numbers as text by %": lambda x, n: int("%d" % n) // 2 % 2 == 0,  # noqa: UP031
+    "a function written in C": lambda x, n: range(n + 1)[-1] // 2 % 2 == 0,
+    "a function of numpy": lambda x, n: len(np.zeros(n)) // 2 % 2 == 0,
+    "a function of the standard library": lambda x, n: int(json.dumps(n)) // 2 % 2 == 0,
+    "attribute of a size": lambda x, n: n.real // 2 % 2 == 0,
+    "number of shards": lambda x, n: len(x.split(1, 1)) // 2 % 2 == 0,
+    "numel of a part of the shape": lambda x, n: x.shape[1:].numel() // 4 % 2 == 0,
     "numel of the shape": lambda x, n: x.shape.numel() > 8 * 30 * 4,
     "numel of the size": lambda x, n: x.size().numel() > 8 * 30 * 4,
     "key of a dict": lambda x, n: not {25: True}.get(n, False),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import decimal
+import itertools
 import math
 import numbers
 import operator
@@ -61,6 +62,9 @@ class SizeCondition(NamedTuple):
 _MODULES = {"math": math, "builtins": builtins, "int": int}
 
 
+_DISTINCT = itertools.count()
+
+
 def _function(name: str) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     found: Callable[..., Any] = getattr(_MODULES.get(module, operator), function)
@@ -89,6 +93,10 @@ class SizeConditions(list[SizeCondition]):
     def record_equal(self, value: int | float) -> None:
         """Record that a number must be equal in all calls, because its later use cannot be recorded."""
         self.append(SizeCondition("eq", _expression(value), float(_plain(value)), True))
+
+    def record_unknown(self) -> None:
+        """Record that Python read an unknown number, so that no program for other sizes is derived."""
+        self.record_equal(next(_DISTINCT) + 0.5)
 
     def with_constants(self, values: Any) -> Any:
         """Return values that Python reads from a constant tensor; record that they must be equal in all calls.
@@ -127,6 +135,12 @@ class TracedSize(int):
     def __float__(self) -> float:
         self.conditions.record_conversion(self, "float", sys._getframe(1))
         return int.__float__(self)
+
+    def __copy__(self) -> TracedSize:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TracedSize:
+        return self
 
     def bit_length(self) -> Any:
         """Return the number of bits, and record the operation."""
@@ -269,9 +283,9 @@ def _with_symbol(name: str, *operands: Any) -> Any:
 
 
 def is_unrecorded_number(value: Any) -> bool:
-    """Return True for a number, such as 0.5, that calls no method of a size as its right operand."""
-    is_number = isinstance(value, (numbers.Number, decimal.Decimal, numpy.generic, torch.SymInt, torch.SymFloat))
-    return is_number and not isinstance(value, (int, TracedFloat))
+    """Return True for a left operand, such as 0.5, that calls no method of a size as its right operand."""
+    kinds = (numbers.Number, decimal.Decimal, numpy.generic, torch.SymInt, torch.SymFloat, str, bytes)
+    return isinstance(value, bool) or (isinstance(value, kinds) and not isinstance(value, (int, TracedFloat)))
 
 
 def _to_int(value: Any) -> int:
@@ -294,10 +308,14 @@ def _operations(kind: type) -> Mapping[str, Callable[..., Any]]:
     for name in ("add", "sub", "mul", "truediv"):
         add(_linear, name, name)
         add(_linear, name, name, True)
-    for name in ("floordiv", "mod", "pow", *(("lshift", "rshift", "and", "or", "xor") if kind is TracedSize else ())):
+    for name in ("floordiv", "mod", *(("lshift", "rshift", "and", "or", "xor") if kind is TracedSize else ())):
         function = f"{name}_" if name in ("and", "or") else name
         add(_recorded, function, name)
         add(_recorded, function, name, True)
+    methods["__pow__"] = lambda self, other, modulo=None: (
+        _recorded("pow", self, other) if modulo is None else _recorded("pow", self, other) % modulo
+    )
+    add(_recorded, "pow", "pow", True)
     for method in ("floor", "ceil", "trunc"):
         methods[f"__{method}__"] = lambda self, name=f"math.{method}": _recorded(name, self)
     methods["__bool__"] = lambda self: bool(_recorded("ne", self, 0))
@@ -318,9 +336,25 @@ def _operations(kind: type) -> Mapping[str, Callable[..., Any]]:
     return methods
 
 
+def _unrecorded(kind: type, name: str) -> Any:
+    """Return a method or property whose use records that the number must be equal in all calls."""
+
+    def method(self: Any, *arguments: Any) -> Any:
+        if not _is_torch(sys._getframe(1)):
+            self.conditions.record_equal(self)
+        found = getattr(_plain(self), name)
+        return found(*arguments) if callable(found) else found
+
+    return method if callable(getattr(kind, name)) else property(method)
+
+
 for _kind in (TracedSize, TracedFloat):
     for _name, _method in _operations(_kind).items():
         setattr(_kind, _name, _method)
+    for _name in ("__str__", "__repr__", "__format__", "real", "imag", "conjugate", "as_integer_ratio"):
+        setattr(_kind, _name, _unrecorded(_kind, _name))
+for _name in ("numerator", "denominator", "to_bytes", "__index__"):
+    setattr(TracedSize, _name, _unrecorded(TracedSize, _name))
 
 
 def recorded_functions() -> dict[tuple[Any, str], Callable[..., Any]]:

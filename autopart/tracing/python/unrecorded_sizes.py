@@ -31,9 +31,15 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
 _UNCHANGED = frozenset({"CACHE", "RESUME", "PRECALL", "NOP", "EXTENDED_ARG", "MAKE_CELL", "COPY_FREE_VARS", "KW_NAMES"})
 _OF_INTEGERS = frozenset({"ceil", "floor", "trunc", "gcd", "lcm", "isqrt", "prod", "comb", "perm", "factorial"})
 """Functions of `math` that may return an int."""
-_INTEGER_FUNCTIONS = (len, int, ord, hash, id, bool)
+_INTEGER_FUNCTIONS = (len, int, ord, hash, id)
 _FUNCTIONS_OF_NUMBERS = (max, min, sum, abs, round, pow)
 """Functions that return a float only if an argument is one."""
+_SAFE_FUNCTIONS = (
+    *_INTEGER_FUNCTIONS, *_FUNCTIONS_OF_NUMBERS, float, isinstance, type, divmod, sorted, tuple, list, dict, set,
+    zip, enumerate, getattr, setattr, hasattr, super, iter, next, map, filter, all, any, slice, bool,
+    math.ceil, math.floor, math.trunc,
+)  # fmt: skip
+"""Builtins that compute by methods of a size, return it unchanged, or are recorded otherwise."""
 _UNKNOWN = object()
 
 Returned = Mapping[int, Any]
@@ -43,8 +49,8 @@ Returned = Mapping[int, Any]
 class StackEntry(NamedTuple):
     """Expression on the stack of the bytecode.
 
-    `kind`: const, local, global, attribute, item, binary or call. `span`: offsets of its last instruction and of the
-    next one.
+    `kind`: const, local, global, attribute, item, list, binary or call.
+    `span`: offsets of its last instruction and of the next one.
     """
 
     kind: str
@@ -54,14 +60,15 @@ class StackEntry(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """An instruction to watch: an operation with two operands, or `numel()` of the shape of `right`.
+    """An instruction to watch, with its operands.
 
-    `left` is None if the operand is unknown.
+    `kind`: "operation" with two operands; "numel" of `right`, which may be a shape; or "call" of the function `left`.
+    The parts of `right` are then the function and its arguments. `left` is None if it is unknown.
     """
 
     left: StackEntry | None
     right: StackEntry
-    is_numel: bool = False
+    kind: str = "operation"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -75,9 +82,9 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
     stack: list[StackEntry | None] = []
 
     def pop(count: int) -> list[StackEntry | None]:
-        missing = max(0, count - len(stack))
-        popped = [None] * missing + (stack[len(stack) - (count - missing) :] if count > missing else [])
-        del stack[len(stack) - (count - missing) :]
+        start = max(0, len(stack) - count)
+        popped = [None] * (count - len(stack)) + stack[start:]
+        del stack[start:]
         return popped
 
     instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
@@ -100,12 +107,14 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
             stack.append(StackEntry("global", value))
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             (base,) = pop(1)
-            if value == "numel" and base is not None and (tensor := _of_shape(base)) is not None:
-                spots[instruction.offset] = Spot(None, tensor, True)
+            if value == "numel" and base is not None:
+                spots[instruction.offset] = Spot(None, base, "numel")
             stack += [None] * (name == "LOAD_METHOD" or "NULL" in instruction.argrepr)
             stack.append(StackEntry("attribute", value, (base,), span))
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
             stack.append(StackEntry("item", None, tuple(pop(2)), span))
+        elif name in ("BUILD_LIST", "BUILD_TUPLE"):
+            stack.append(StackEntry("list", None, tuple(pop(instruction.arg or 0)), span))
         elif name in ("BINARY_OP", "COMPARE_OP"):
             left, right = pop(2)
             if right is not None and right.kind != "const":
@@ -113,10 +122,12 @@ def spots_of(code: CodeType) -> Mapping[int, Spot]:
             symbol = instruction.argrepr.rstrip("=") if name == "BINARY_OP" else ""
             stack.append(StackEntry("binary", symbol, (left, right), span))
         elif name == "CALL":
-            _, *arguments = pop((instruction.arg or 0) + 1)
+            function, *arguments = pop((instruction.arg or 0) + 1)
             if stack and stack[-1] is None:
                 stack.pop()
-            stack.append(StackEntry("call", None, (_, *arguments), span))
+            stack.append(call := StackEntry("call", None, (function, *arguments), span))
+            if function is not None and any(one is not None and one.kind != "const" for one in arguments):
+                spots[instruction.offset] = Spot(function, call, "call")
         elif name == "PUSH_NULL":  # since Python 3.13, after the callable
             stack.insert(max(0, len(stack) - (sys.version_info >= (3, 13))), None)
         elif name in ("SWAP", "COPY"):
@@ -146,15 +157,49 @@ def check_operation(frame: FrameType, spot: Spot, conditions: SizeConditions, re
         returned: values that Python functions returned to the frame.
     """
     operands = _Operands(frame, returned)
-    if spot.is_numel:
-        tensor = operands.value(spot.right)
-        if isinstance(tensor, torch.Tensor) and all(type(size) is int for size in tensor.shape):
-            conditions.record_equal(math.prod(tensor.shape))
+    if spot.kind == "numel":
+        _check_numel(operands, spot.right, conditions)
+        return
+    if spot.kind == "call":
+        _check_call(operands, spot, conditions)
         return
     sizes = list(operands.sizes(spot.right))
     if sizes and operands.may_be_float(spot.left):
         for size in sizes:
             conditions.record_equal(size)
+
+
+def _check_numel(operands: _Operands, operand: StackEntry, conditions: SizeConditions) -> None:
+    """Record the number of elements of a `torch.Size`, whose method `numel` calls no method of a size."""
+    tensor, shape = operands.value(_of_shape(operand)), operands.value(operand)
+    if isinstance(tensor, torch.Tensor):
+        shape = tensor.shape
+    if isinstance(shape, torch.Size):
+        if all(isinstance(size, int) for size in shape):
+            conditions.record_equal(math.prod(int.__int__(size) for size in shape))
+    elif shape is _UNKNOWN and (any(True for _ in operands.sizes(operand)) or _of_shape(operand) is not None):
+        conditions.record_unknown()
+
+
+def _check_call(operands: _Operands, spot: Spot, conditions: SizeConditions) -> None:
+    """Record sizes that a function written in C, of numpy or of the standard library gets as arguments."""
+    function, arguments = operands.value(spot.left), spot.right.parts[1:]
+    if function is len:
+        for value in map(operands.value, arguments):
+            if isinstance(value, (tuple, list)) and any(isinstance(one, torch.Tensor) for one in value):
+                conditions.record_equal(len(value))
+        if any(operands.value(one) is _UNKNOWN and operands.is_tensor(one) for one in arguments):
+            conditions.record_unknown()
+        return
+    if isinstance(function, functools.partial):  # also torch.export's replacement of `max`
+        function = function.func
+    module = str(getattr(function, "__module__", "")).partition(".")[0]
+    is_safe = module in ("autopart", "torch") or any(function is one for one in _SAFE_FUNCTIONS)
+    is_unwatched = module == "numpy" or module in sys.stdlib_module_names or _is_builtin(function)
+    if is_unwatched and not is_safe and spot.left is not None and not operands.is_of_torch(spot.left):
+        for argument in arguments:
+            for size in operands.sizes(argument):
+                conditions.record_equal(size)
 
 
 class _Operands(NamedTuple):
@@ -204,7 +249,9 @@ class _Operands(NamedTuple):
             return is_unrecorded_number(value)
         if self.is_tensor(operand):
             return False
-        if operand.kind == "binary":
+        if operand.kind == "list" or _of_shape(operand) is not None:
+            return False
+        if operand.kind == "binary" and operand.name:
             are_traced = [isinstance(self.value(part), (TracedSize, TracedFloat)) for part in operand.parts]
             return not any(are_traced) and any(map(self.may_be_float, operand.parts))
         if operand.kind == "call":
@@ -223,12 +270,12 @@ class _Operands(NamedTuple):
             return isinstance(value, torch.Tensor)
         if operand.kind == "call" and operand.parts[0] is not None:
             function = self.value(operand.parts[0])
-            return isinstance(function, torch.nn.Module) or self._is_of_torch(operand.parts[0])
+            return isinstance(function, torch.nn.Module) or self.is_of_torch(operand.parts[0])
         if operand.kind in ("attribute", "item"):
             return self.is_tensor(operand.parts[0])
         return operand.kind == "binary" and any(map(self.is_tensor, operand.parts))
 
-    def _is_of_torch(self, function: StackEntry) -> bool:
+    def is_of_torch(self, function: StackEntry) -> bool:
         """Return True for a function of torch, such as `F.relu`, or a method of a tensor."""
         module = getattr(self.value(function), "__module__", None)
         if str(module).partition(".")[0] == "torch":
@@ -249,7 +296,7 @@ class _Operands(NamedTuple):
         tensor = self.value(_of_shape(operand))
         if isinstance(tensor, torch.Tensor):
             yield from (size for size in tensor.shape if isinstance(size, int))
-        elif operand.kind in ("binary", "call", "item") and value is _UNKNOWN:
+        elif operand.kind in ("binary", "call", "item", "list") and value is _UNKNOWN:
             for part in operand.parts:
                 yield from self.sizes(part)
 
