@@ -56,7 +56,7 @@ def pretrained_folder(name: str | Path, *, weights: bool = True, revision: str |
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"there is no folder '{name}', and no such model on the hub or in its local cache",
-            why=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            why=next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: "),
             hint="the path of a folder, or a name such as 'openai-community/gpt2'; "
             "HF_HUB_OFFLINE=1 uses the cache only",
         ) from None  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist import run_ranks
-from hardware_errors import HARDWARE_CASES
+from hardware_errors import HARDWARE_CASES, no_profile
 from pin_errors import PIN_CASES
 from precision_errors import PRECISION_CASES
 from rule_errors import RULE_CASES
@@ -254,17 +254,16 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "sequence_parallel": (plan(sequence_parallel="yes"),
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
-        "OptionError: unknown option colour=\n  try    one of schedule, microbatches, virtual_stages, "
+        "OptionError: unknown option colour=\n  try    one of lengths, schedule, microbatches, virtual_stages, "
         "sequence_parallel, context, sequence_dims, hardware, balance, pins, zero, prefetch, memory, recompute, "
-        "dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
+        "dp_sync, optimizer, compile, precision, reduce_dtype, example_args, example_kwargs"),
     "option of another": (plan(timeout=5),
         "OptionError: unknown option timeout=\n  why    other functions take it, plan() does not\n  try    one of "
-        "schedule, microbatches, virtual_stages, sequence_parallel, context, sequence_dims, hardware, balance, pins, "
-        "zero, prefetch, memory, recompute, dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
+        "lengths, schedule, microbatches, virtual_stages, sequence_parallel, context, sequence_dims, hardware, "
+        "balance, pins, zero, prefetch, memory, recompute, dp_sync, optimizer, compile, precision, reduce_dtype, "
+        "example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
-        "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
-        "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, h200-141gb-sxm, v100-32gb-sxm\n  try    "
-        "one of these names, or the path of a JSON file in the same format"),
+        no_profile("h900")),
     "microbatches: 0": (plan(microbatches=0), no_whole_number("microbatches", 0)),
     "microbatches: -1": (plan(microbatches=-1), no_whole_number("microbatches", -1)),
     "microbatches: text": (plan(microbatches="2"), no_whole_number("microbatches", "2")),

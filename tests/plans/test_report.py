@@ -42,6 +42,14 @@ def test_a_page_needs_no_network_and_shows_what_the_plan_says(plan, tmp_path):
     assert len(html) < 5_000_000
 
 
+def test_a_stage_that_only_stores_a_tied_weight_is_shown(tmp_path):
+    model, batch = zoo.gpt2()
+    tied = autopart.plan(model, "dp2,pp2", example_kwargs=batch, zero=3)
+    assert any("flops" not in block for stage in tied.stages for block in stage["blocks"])
+    tied.report(tmp_path / "tied.html")
+    assert (tmp_path / "tied.html").exists()
+
+
 def test_the_first_sentences_have_the_likely_range(plan, shown):
     likely = autopart.simulate(plan).likely_range
     text = f"(likely {quantity(likely.low_s, 's')} to {quantity(likely.high_s, 's')}; "

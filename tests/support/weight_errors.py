@@ -108,8 +108,8 @@ WEIGHT_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "weights: a number": (weights(3),
         "OptionError: weights=3 is not a source of weights\n  why    it must be a folder of safetensors, "
         "'init', or a function that makes the model\n  try    weights='folder'"),
-    "weights: nothing there": (weights("elsewhere"),
-        "CheckpointError: there is no checkpoint at elsewhere\n  why    it is neither a folder nor a "
+    "weights: nothing there": (weights("no/such/folder"),
+        "CheckpointError: there is no checkpoint at no/such/folder\n  why    it is neither a folder nor a "
         "file\n  try    model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), "
         "'model.safetensors')"),
     "weights: empty folder": (weights(FOLDER),
@@ -127,8 +127,8 @@ WEIGHT_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "CheckpointError: folder/model.safetensors is not a complete safetensors file\n  why    Error while "
         "deserializing header: incomplete metadata, file not fully covered\n  try    copy or save it again"),
     "weights: index: no JSON": (weights(FOLDER, lambda: INDEX.write_text("{")),
-        "CheckpointError: folder/model.safetensors.index.json is not an index of safetensors files\n  "
-        "why    it is not JSON with an entry 'weight_map', from names of tensors to files\n  try    "
+        "CheckpointError: folder/model.safetensors.index.json is not JSON\n  "
+        "why    Expecting property name enclosed in double quotes\n  where  line 1\n  try    "
         "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), "
         "'model.safetensors')"),
     "weights: index: no file": (weights(FOLDER, indexed({"a": "part1.safetensors", "b": "part2.safetensors"})),

@@ -181,7 +181,7 @@ def _memory(plan: Plan, step: Simulation) -> dict[str, Any]:
 
 def _stages(plan: Plan) -> list[dict[str, Any]]:
     """Return the blocks of every stage with their operators, parameters and collectives."""
-    total = sum(block["flops"] for stage in plan.stages for block in stage["blocks"]) or 1
+    total = sum(block.get("flops", 0) for stage in plan.stages for block in stage["blocks"]) or 1
     names = {str(block["block"]) for stage in plan.stages for block in stage["blocks"]}
     operators = _by_block(plan.operators, names, "/", plan.alternatives)
     parameters = _by_block(plan.parameters, names, ".", plan.alternatives)
@@ -197,8 +197,8 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
             "parameters": quantity(stage["parameters"], ""), "receives": len(stage["receives"]),
             "blocks": [
                 {
-                    "name": block["block"], "layers": block.get("layers", ""), "share": block["flops"] / total,
-                    "flops": quantity(block["flops"], "FLOP"), "sent": quantity(block.get("bytes", 0), "B"),
+                    "name": block["block"], "layers": block.get("layers", ""), "share": block.get("flops", 0) / total,
+                    "flops": quantity(block.get("flops", 0), "FLOP"), "sent": quantity(block.get("bytes", 0), "B"),
                     "forward": block.get("forward", {}), "backward": block.get("backward", {}),
                     "operators": operators.get(block["block"], []), "parameters": parameters.get(block["block"], []),
                     "collectives": moved.get(block["block"], []),
