@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _ranks import status
 
 MB = 2**20
 SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 10, "vocab_size": 8192}
@@ -174,12 +175,6 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard. `numel()` of a sharded parameter is that of the full tensor."""
     local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local
-
-
-def status(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import of_first_rank
+from _ranks import of_first_rank, status
 
 MB = 2**20
 KINDS = ("autopart", "fsdp2")
@@ -51,7 +51,7 @@ def main() -> None:
     }
     print("autopart / fsdp2:", ", ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
     if arguments.json:
-        print(json.dumps({"ratios": ratios, "rounds": rounds}))
+        print(json.dumps({"benchmark": "trainer", "ratios": ratios, "rounds": rounds}))
 
 
 def train(rank: int, store: str, kind: str, hidden: int, layers: int, length: int) -> dict[str, Any]:
@@ -113,12 +113,6 @@ def train(rank: int, store: str, kind: str, hidden: int, layers: int, length: in
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     peak_bytes = status("VmHWM") - base_bytes
     return {"step_s": step_s, "processor_s": processor_s, "peak_bytes": peak_bytes, "losses": losses}
-
-
-def status(name: str) -> int:
-    """Return a line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

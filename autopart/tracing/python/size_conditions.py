@@ -63,6 +63,7 @@ _MODULES = {"math": math, "builtins": builtins, "int": int}
 
 
 _DISTINCT = itertools.count()
+"""Numbers that no two traces share: a condition on one of them holds for no other trace."""
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -249,7 +250,7 @@ def _traced(result: Any, name: str, operands: tuple[Any, ...]) -> Any:
 def _recorded(name: str, *operands: Any) -> Any:
     """Return the result of an operation on sizes. Record the operation, unless its result is a float."""
     if not _are_numbers(operands):
-        return _with_symbol(name, *operands)
+        return _with_other(name, *operands)
     result = _function(name)(*map(_plain, operands))
     if type(result) is not float:
         left, right = (*map(_expression, operands), None)[:2]
@@ -261,12 +262,12 @@ def _recorded(name: str, *operands: Any) -> Any:
 def _linear(name: str, left: Any, right: Any) -> Any:
     """Return the result of an operation that is linear in a size, without recording it."""
     if not _are_numbers((left, right)):
-        return _with_symbol(name, left, right)
+        return _with_other(name, left, right)
     return _traced(_function(name)(_plain(left), _plain(right)), name, (left, right))
 
 
-def _with_symbol(name: str, *operands: Any) -> Any:
-    """Return the result of an operation on a size and a symbol of torch, else NotImplemented.
+def _with_other(name: str, *operands: Any) -> Any:
+    """Return NotImplemented, or the result of an operation on a size and a symbol of torch.
 
     Records that the size must be equal in all calls, unless the other operand is a tensor.
     """

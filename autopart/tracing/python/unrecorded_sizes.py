@@ -75,7 +75,7 @@ class Spot(NamedTuple):
 def spots_of(code: CodeType) -> Mapping[int, Spot]:
     """Return {offset of an instruction: operation to watch}.
 
-    The operation is `x.shape.numel()`, or may have a float as its left operand and a size as its right operand. The
+    The operation is a call, `x.shape.numel()`, or has two operands: the left may be a float, the right a size. The
     bytecode's stack is simulated between jump targets. Operands from before a jump target are unknown.
     """
     spots: dict[int, Spot] = {}
@@ -247,9 +247,7 @@ class _Operands(NamedTuple):
         value = self.value(operand)
         if value is not _UNKNOWN:
             return is_unrecorded_number(value)
-        if self.is_tensor(operand):
-            return False
-        if operand.kind == "list" or _of_shape(operand) is not None:
+        if self.is_tensor(operand) or operand.kind == "list" or _of_shape(operand) is not None:
             return False
         if operand.kind == "binary" and operand.name:
             are_traced = [isinstance(self.value(part), (TracedSize, TracedFloat)) for part in operand.parts]
